@@ -191,7 +191,9 @@ def tokenizer(
     if template is not None:
         new = retrain_tokenizer(template, corpus.texts(), size, max_memory, seed)
     else:
-        new = train_tokenizer(corpus.texts(), kind, size, lowercase, max_memory, seed, pattern, byte_fallback)
+        new = train_tokenizer(
+            corpus.texts(), kind, size, lowercase, max_memory, seed, pattern, byte_fallback, corpus.cleaner.normalize
+        )
     new = new.to_reversed() if reverse else new
     say(corpus.describe())
     with atomic_folder(folder) as temporary:
@@ -747,7 +749,8 @@ def train_run_tokenizer(folder: Path, corpus: Corpus, kind: str, vocab_size: int
     if find_corruption(path) is not None:
         size = vocab_size or default_vocab_size(corpus.total_bytes, kind)
         with atomic_folder(path) as temporary:
-            train_tokenizer(corpus.texts(), kind, size, lowercase).save(temporary)
+            normalize = corpus.cleaner.normalize
+            train_tokenizer(corpus.texts(), kind, size, lowercase, normalize=normalize).save(temporary)
     return load_tokenizer(path)
 
 

@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 import json
+import shlex
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
+import typer
 
+from firth import api
+from firth.cli.main import app
 from firth.core.errors import UserError
 from firth.lab.check import (
     CorpusCheck,
@@ -19,15 +24,20 @@ from firth.lab.check import (
     compare_with_trained,
     largest_fitting_models,
     read_leak_examples,
+    row_length_advice,
     suggest_models,
     tokenizer_decision,
 )
+from firth.lab.check_commands import pretrain_commands, program
 from firth.lab.check_page import make_check_page, save_check_page
 from firth.lab.check_text import print_check
+from firth.models import PRESETS
+from firth.recipes import pretraining_recipe, update_recipe
 from firth.text import Corpus
 from firth.tokens import train_tokenizer
 from firth.tokens.fertility import TokenizerFit
 
+ParseFn = Callable[[str], tuple[str, dict[str, Any]]]
 FIT = TokenizerFit(
     name="byte-bpe 4,096",
     kind="byte-bpe",
@@ -143,9 +153,72 @@ def test_the_advice_says_why(check: CorpusCheck) -> None:
     assert advice["other: retrain"].do.startswith("Train a new one")
     assert "Rule: keep up to 1.15" in advice["other: retrain"].why
     chosen = next(f for f in check.fits if f.name == check.chosen)
-    assert advice["a new tokenizer"].do == f"--kind {chosen.kind} --vocab-size {chosen.vocab_size}"
+    assert advice["a new tokenizer"].do == f"`firth tokenizer --kind {chosen.kind} --vocab-size {chosen.vocab_size}`"
     assert advice["row length"].do == "--max-seq-length 128"
     assert "gpt2-tiny" in advice["model size"].do
+
+
+@pytest.fixture
+def parse_command(monkeypatch: pytest.MonkeyPatch) -> ParseFn:
+    """Parse a printed command as the shell and the command line do; return its name and the arguments of its call."""
+
+    def parse(line: str) -> tuple[str, dict[str, Any]]:
+        name, *words = shlex.split(line.removeprefix(shlex.join(program())), comments=True)
+        called: list[dict[str, Any]] = []
+        monkeypatch.setattr(api, name, lambda **options: called.append(options) or {})
+        typer.main.get_command(app).main([name, *words, "--json"], standalone_mode=False)
+        return name, called[0]
+
+    return parse
+
+
+def test_the_commands_can_be_pasted(
+    check: CorpusCheck, corpus_file: Path, parse_command: ParseFn, capsys: pytest.CaptureFixture[str]
+) -> None:
+    parsed = [parse_command(line) for line in check.commands]
+    chosen = next(f for f in check.fits if f.name == check.chosen)
+    assert [name for name, _ in parsed][:3] == ["tokenizer", "prepare", "pretrain"]
+    assert parsed[0][1]["kind"] == chosen.kind
+    assert parsed[0][1]["texts"] == parsed[1][1]["texts"] == [str(corpus_file)]
+    for name, options in parsed[2:]:
+        assert name == "pretrain"
+        recipe = update_recipe(pretraining_recipe(PRESETS[options["model"]]), {"max_seq_length": 128})
+        assert options["max_seq_length"] == 128
+        recipe.check()
+    capsys.readouterr()
+    print_check(check)
+    assert check.commands == capsys.readouterr().out.splitlines()[-len(check.commands) :], "lines are not wrapped"
+
+
+def test_no_command_that_pretrain_refuses(parse_command: ParseFn) -> None:
+    models = suggest_models({"characters": 4 * 10**6, "duplicate_share": 0}, FIT)
+    long = replace(FIT, rows={64: 0.1, 2048: 0.5})
+    assert row_length_advice(long, models).do == "--max-seq-length 512"
+    assert "bert-tiny has 512 positions" in row_length_advice(long, models).why
+    texts = ["the cat and the dog"] * 5
+    lengths = {}
+    for kind, size in {"wordpiece": 60, "byte-bpe": 280, "unigram": 150}.items():
+        parsed = [parse_command(c)[1] for c in pretrain_commands(train_tokenizer(texts, kind, size), models, 2048)]
+        lengths[kind] = {options["model"]: options["max_seq_length"] for options in parsed}
+    assert lengths == {
+        "wordpiece": {"bert-tiny": 512},
+        "byte-bpe": {"bert-tiny": 512, "gpt2-tiny": 1024},
+        "unigram": {"bert-tiny": 512, "gpt2-tiny": 1024, "t5-tiny": 1024},
+    }
+
+
+def test_spellings_that_look_the_same_get_an_option(tmp_path: Path, parse_command: ParseFn) -> None:
+    words = "ng'ombe ng\u2019ombe \u00e9t\u00e9 e\u0301te\u0301 h\u043euse in\u00advisible well-known well\u2010known"
+    (tmp_path / "a.csv").write_text("body\n" + "".join(f"{words} {i}\n" for i in range(20)), encoding="utf-8")
+    found = check_corpus(Corpus([tmp_path], columns={"text": "body"}), kinds=["byte-bpe"], vocab_sizes=[300])
+    advice = {a.about: a for a in found.advice}
+    forms = "nfc,apostrophes,hyphens,lookalikes,invisible"
+    assert advice["spellings"].do.startswith(f"--normalize {forms} joins")
+    assert "ng'ombe (20) / ng\u2019ombe (20)" in advice["spellings"].why
+    for name, options in map(parse_command, found.commands[:2]):
+        assert (options["normalize"], options["columns"]) == (forms, {"text": "body"}), name
+    cleaned = check_corpus(Corpus([tmp_path], columns={"text": "body"}, normalize=forms), kinds=[])
+    assert not any(a.about == "spellings" for a in cleaned.advice)
 
 
 def test_dirt_is_named(tmp_path: Path) -> None:
@@ -209,6 +282,7 @@ def test_every_number_is_plain(check: CorpusCheck) -> None:
         "models",
         "advice",
         "leaks",
+        "commands",
     } == plain.keys()
     assert plain["tokenizers"][0]["given"]
 

@@ -32,6 +32,7 @@ from firth.generate.config import GenerationConfig
 from firth.objectives import OBJECTIVES
 from firth.tasks import FINETUNE_TASKS
 from firth.text.examples import TASK_FORMATS
+from firth.text.normalize import NORMALIZERS
 from firth.train import parse_overrides
 from firth.train.recipe import BOUNDS
 
@@ -417,7 +418,11 @@ class TextOptions:
         None, "Rename columns, as text=body.", "A=B", parse=parse_columns, common=False
     )
     encoding: str = option("utf-8", "Set the encoding of the text files.")
-    normalize: str = option("", "Normalize the text: nfc, nfkc, lower, or several as nfkc,lower. Default: unchanged.")
+    normalize: str = option(
+        "",
+        "Normalize the text; join several with commas. A new tokenizer does the same. Default: unchanged. Forms: "
+        f"{', '.join(NORMALIZERS)}.",
+    )
     min_words: int = option(0, "Drop documents with fewer words; 0 keeps them.", bounds={"ge": 0})
     max_words: int = option(0, "Drop documents with more words; 0 keeps them.", bounds={"ge": 0})
     min_characters: int = option(0, "Drop documents with fewer characters; 0 keeps them.", bounds={"ge": 0})

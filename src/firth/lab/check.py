@@ -7,11 +7,12 @@ the rule behind it, so that a person can decide otherwise.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any, NamedTuple
 
 from firth.core.console import format_count, say
 from firth.core.errors import UserError
+from firth.lab.check_commands import limited_length, suggest_commands
 from firth.models import PRESETS, count_parameters
 from firth.recipes import default_vocab_size
 from firth.text import HELD_OUT_FRACTION, Corpus, Example, read_labelled
@@ -20,6 +21,7 @@ from firth.text.leak_detection import LeakFinder
 from firth.tokens import Tokenizer
 from firth.tokens.checkup import SAMPLE_CHARS, check_documents, make_excerpt
 from firth.tokens.fertility import TokenizerFit, measure_fit, split_sample, train_candidate_tokenizers
+from firth.train.recipe import MAX_ROW_TOKENS
 
 COMPARED_TOKENIZER_KINDS = ("byte-bpe", "wordpiece", "unigram")  # default of --kinds
 
@@ -68,6 +70,7 @@ class CorpusCheck:
     models: list[dict[str, Any]]
     advice: list[Advice]
     leaks: dict[str, Any] | None = None  # labelled examples that occur in the text
+    commands: list[str] = field(default_factory=list)  # to paste, from the text to a pretrained model
 
     def to_dict(self) -> dict[str, Any]:
         return {
@@ -80,6 +83,7 @@ class CorpusCheck:
             "models": self.models,
             "advice": [asdict(advice) for advice in self.advice],
             "leaks": self.leaks,
+            "commands": self.commands,
         }
 
 
@@ -104,6 +108,7 @@ def check_corpus(
     text, parts = stats.facts(), split_sample(stats.sample.documents.values())
     scale = stats.num_characters / max(stats.sample.characters, 1)
     fits = [measure_fit(tokenizer, parts, scale, name, given=True)] if tokenizer is not None else []
+    tokenizers = {name: tokenizer} if tokenizer is not None else {}
     left_out: list[str] = []
     for trained in train_candidate_tokenizers(
         parts, kinds, vocab_sizes or candidate_vocab_sizes(text["bytes"]), lowercase
@@ -112,6 +117,7 @@ def check_corpus(
             left_out.append(trained)
         else:
             fits.append(measure_fit(trained, parts, scale, f"{trained.kind} {trained.vocab.size:,}"))
+            tokenizers[fits[-1].name] = trained
     chosen = choose_tokenizer([fit for fit in fits if not fit.given]) or next(iter(fits), None)
     sample_stats = {
         "documents": len(parts.all_documents),
@@ -123,7 +129,22 @@ def check_corpus(
     models = suggest_models(text, chosen) if chosen else []
     advice = [*leakage_advice(leaked), *all_advice(text, fits, chosen, models)]
     best = chosen.name if chosen else None
-    return CorpusCheck(corpus.describe(), text, sample_stats, fits, left_out, best, models, advice, leaked)
+    commands: list[str] = []
+    if chosen is not None:
+        kept = chosen if chosen.given else next((fit for fit in fits if fit.given and keeps_tokenizer(fit, fits)), None)
+        used = kept or chosen
+        commands = suggest_commands(
+            corpus,
+            tokenizers[used.name],
+            name if kept else "",
+            used.vocab_size,
+            models,
+            choose_row_length(used),
+            advised_normal_forms(text),
+            text["near_duplicates"]["share"] >= MIN_DUPLICATES_SHARE,
+            lowercase,
+        )
+    return CorpusCheck(corpus.describe(), text, sample_stats, fits, left_out, best, models, advice, leaked, commands)
 
 
 class LabelledFile(NamedTuple):
@@ -231,6 +252,12 @@ def tokenizer_decision(ratio: float, unknown: float) -> str:
     return "extend" if ratio > MAX_KEEP_TOKEN_RATIO or unknown > MAX_UNKNOWN_TOKENS_SHARE else "keep"
 
 
+def keeps_tokenizer(given: TokenizerFit, fits: Sequence[TokenizerFit]) -> bool:
+    """Whether the advice is to keep a given tokenizer."""
+    compared = compare_with_trained(given, [fit for fit in fits if not fit.given])
+    return compared is None or tokenizer_decision(compared[1], given.unknown) == "keep"
+
+
 # --- models -------------------------------------------------------------------------------------------------------
 
 
@@ -285,7 +312,7 @@ def all_advice(
         return
     if not chosen.given:
         yield new_tokenizer_advice(chosen, trained)
-    yield row_length_advice(chosen)
+    yield row_length_advice(chosen, models)
     yield model_size_advice(corpus_stats, chosen, models)
 
 
@@ -325,12 +352,33 @@ def cleaning_advice(corpus_stats: dict[str, Any]) -> Iterator[Advice]:
                 f"{x['name']} in {x['documents'] / documents:.1%} of the documents: {x['meaning']}." for x in frequent
             ),
         )
+    if forms := advised_normal_forms(corpus_stats):
+        yield Advice(
+            "spellings",
+            f"--normalize {','.join(forms)} joins spellings that look the same; give it to every command.",
+            " ".join(
+                f"{format_count(x['words'], 'word')} ({format_count(x['occurrences'], 'occurrence')}) with "
+                f"{x['difference']}: "
+                + "; ".join(" / ".join(f"{w} ({n:,})" for w, n in example.items()) for example in x["examples"])
+                + "."
+                for x in corpus_stats["spellings"]
+            )
+            + " Invisible characters are removed." * ("invisible" in forms)
+            + " To a tokenizer they are different words. A tokenizer that is trained with the option does the same to "
+            "every text that it reads.",
+        )
     if lines := corpus_stats["repeated_lines"]:
         yield Advice(
             "repeated lines",
             "Remove lines that are not text, such as headers and menus.",
             f"{lines[0]['line']!r} is in {lines[0]['documents']:,} documents; see the list.",
         )
+
+
+def advised_normal_forms(corpus_stats: dict[str, Any]) -> list[str]:
+    """Return the forms of `--normalize` that join spellings or remove characters found in the text."""
+    invisible = any(x["name"] == "invisible characters" for x in corpus_stats["suspicious"])
+    return [*(variant["form"] for variant in corpus_stats["spellings"]), *["invisible"] * invisible]
 
 
 def existing_tokenizer_advice(current: TokenizerFit, rival: TokenizerFit, ratio: float) -> Advice:
@@ -359,7 +407,7 @@ def new_tokenizer_advice(chosen: TokenizerFit, trained: Sequence[TokenizerFit]) 
     few = "" if chosen.times_seen >= MIN_TOKEN_OCCURRENCES else " (too few: try smaller ones with --vocab-sizes)"
     return Advice(
         "a new tokenizer",
-        f"--kind {chosen.kind} --vocab-size {chosen.vocab_size}",
+        f"`firth tokenizer --kind {chosen.kind} --vocab-size {chosen.vocab_size}`",
         f"{chosen.bytes_per_token:.2f} bytes per token{others}, {chosen.lost:.2%} of the characters lost, "
         f"{chosen.unknown:.2%} of the tokens unknown. 95% of the tokens that it uses occur at least "
         f"{chosen.times_seen:,.0f} times in this text{few}. Rule: the largest vocabulary with at least "
@@ -369,15 +417,23 @@ def new_tokenizer_advice(chosen: TokenizerFit, trained: Sequence[TokenizerFit]) 
     )
 
 
-def row_length_advice(fit: TokenizerFit) -> Advice:
-    length = next((length for length, share in fit.rows.items() if share >= MIN_WHOLE_DOCUMENTS_SHARE), max(fit.rows))
+def choose_row_length(fit: TokenizerFit) -> int:
+    """Return the shortest row that holds `MIN_WHOLE_DOCUMENTS_SHARE` of the documents, or the longest."""
+    return next((length for length, share in fit.rows.items() if share >= MIN_WHOLE_DOCUMENTS_SHARE), max(fit.rows))
+
+
+def row_length_advice(fit: TokenizerFit, models: Sequence[dict[str, Any]]) -> Advice:
+    fitting = [model["name"] for model in models if model["fits"]]
+    preset = min(fitting, key=lambda name: limited_length(name, MAX_ROW_TOKENS))
+    length, limit = choose_row_length(fit), limited_length(preset, MAX_ROW_TOKENS)
     shares = ", ".join(f"{length}: {share:.0%}" for length, share in fit.rows.items())
+    limited = f" {preset} has {limit:,} positions, and longer rows are refused." if length > limit else ""
     return Advice(
         "row length",
-        f"--max-seq-length {length}",
+        f"--max-seq-length {min(length, limit)}",
         f"Documents that fit uncut, with {fit.name}: {shares}. Rule: the shortest row that holds "
-        f"{MIN_WHOLE_DOCUMENTS_SHARE:.0%} of the documents. Short documents share a row, longer ones continue in the "
-        "next.",
+        f"{MIN_WHOLE_DOCUMENTS_SHARE:.0%} of the documents.{limited} Short documents share a row, longer ones continue "
+        "in the next.",
     )
 
 

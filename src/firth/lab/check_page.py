@@ -43,6 +43,8 @@ def make_check_page(check: CorpusCheck) -> HtmlPage:
     page = HtmlPage("Check of a corpus", "check.css.j2", "check")
     page.add_paragraph(check.reading)
     page.add_fragment("check.html.j2", "advice", check.advice)
+    if check.commands:
+        page.add_code("\n".join(check.commands), "Commands for this text and machine.")
     add_corpus_section(page, check.text)
     add_findings_section(page, check.text)
     if check.leaks:

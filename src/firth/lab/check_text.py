@@ -52,6 +52,10 @@ def print_check(check: CorpusCheck) -> None:
     for advice in check.advice:
         stdout_console.print(Text.assemble((advice.about, "bold"), ": ", advice.do))
         stdout_console.print(Padding(Text(advice.why, "dim"), (0, 0, 0, 2)))
+    if check.commands:
+        stdout_console.print(Text("Commands for this text and machine", "bold"))
+    for command in check.commands:
+        stdout_console.print(Text(command), soft_wrap=True)  # a wrapped line cannot be pasted
 
 
 def chosen_fit(check: CorpusCheck) -> TokenizerFit:

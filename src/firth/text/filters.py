@@ -63,7 +63,7 @@ class ExactDedup:
 class TextCleaner:
     """Normalization and filters for documents, with counts of their effect. By default nothing is changed or dropped.
 
-    `normalize` lists normal forms ("nfc", "nfkc", "lower", "nfkc,lower"); `language` lists languages to keep ("en",
+    `normalize` lists normal forms ("nfc", "nfkc,lower", see `normalize.py`); `language` lists languages to keep ("en",
     "de,fr"). A limit of 0 is off. Words are separated by whitespace. Both texts of a text pair must pass.
     `dropped_by_reason` counts dropped documents; `change_counts` counts changed texts and characters.
     """

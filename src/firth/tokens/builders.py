@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any, NamedTuple
 
 from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tokenizers, processors
 from tokenizers import Tokenizer as Backend
 
 from firth.core.errors import UserError, did_you_mean
+from firth.text.normalize import REPLACEMENTS
 
 METASPACE = "▁"
 END_OF_WORD_SUFFIX = "</w>"
@@ -25,6 +27,15 @@ WORD_LEVEL_REGEX = r"[\w\p{M}]+(?:['’][\w\p{M}]+)*|[^\w\p{M}\s]"
 CHAR_WORD_REGEX = rf" ?(?:{WORD_LEVEL_REGEX})|\s"  # words of a character tokenizer, each with the space before it
 NON_SPACE_WHITESPACE_REGEX = r"[^\S ]"  # newlines and tabs
 
+# The normal forms of `--normalize` as steps of tokenizer.json, so that the model's later inputs are normalized as its
+# training text was, in `transformers` too. "lookalikes" is none: a replacement there cannot depend on the whole word.
+NORMAL_FORM_STEPS: dict[str, Callable[[], Any]] = {
+    "nfc": normalizers.NFC,
+    "nfkc": normalizers.NFKC,
+    "lower": normalizers.Lowercase,
+    **{name: partial(normalizers.Replace, Regex(regex), content) for name, (regex, content) in REPLACEMENTS.items()},
+}
+
 
 class SplitOptions(NamedTuple):
     """Text processing options of a new tokenizer."""
@@ -32,6 +43,7 @@ class SplitOptions(NamedTuple):
     lowercase: bool = False
     pattern: str = "gpt2"
     byte_fallback: bool = False
+    normal_forms: tuple[str, ...] = ()  # of `firth.text.normalize`
 
 
 class TokenizerKind(NamedTuple):
@@ -60,6 +72,9 @@ def build_untrained(kind: str, options: SplitOptions) -> Backend:
         raise UserError(f"--byte-fallback is for --kind unigram, not for {kind}.")
     make, first, _, last = TOKENIZER_KINDS[kind]
     backend = make({token: i for i, token in enumerate(first)}, options)
+    if steps := [NORMAL_FORM_STEPS[name]() for name in options.normal_forms if name in NORMAL_FORM_STEPS]:
+        own = [] if backend.normalizer is None else [backend.normalizer]
+        backend.normalizer = normalizers.Sequence([*steps, *own])
     backend.add_special_tokens([make_special_token(name) for name in (*first, *last)])
     return backend
 

@@ -6,7 +6,7 @@ import math
 import re
 import unicodedata
 from collections import Counter, deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from heapq import heappop, heappush, nlargest
 from typing import Any, NamedTuple
@@ -18,6 +18,7 @@ from firth.text import Document, text_fingerprint
 from firth.text.bounded_counts import BoundedCounts
 from firth.text.corpus import corpus_bytes_read
 from firth.text.minhash import MinHashIndex
+from firth.text.normalize import INVISIBLE_REGEX, NORMALIZERS
 from firth.text.scripts import detect_script, get_document_words
 
 MAX_DISTINCT_WORDS = 1_000_000  # distinct words with a count of their own
@@ -31,11 +32,19 @@ BATCH_CHARS = 1 << 20  # characters of documents that are counted together
 LONG_WORD_CHARS = 40  # characters: a longer word is listed
 EXCERPT_CHARS = 100  # characters of an excerpt of a word or a line
 MAX_LISTED_DOCUMENTS = 10  # entries of a list
+MAX_LISTED_SPELLINGS = 3  # words of which the spellings are shown
 TYPE_TOKEN_WINDOW_WORDS = 1000  # words per window of the standardised type/token ratio
 MIN_BOILERPLATE_DOCUMENTS = 5  # documents: a line in as many is boilerplate
 MIN_LETTER_SHARE = 0.5  # share of letters below which a document is hardly text
 LENGTH_QUANTILES = {"p5": 0.05, "p25": 0.25, "median": 0.5, "p75": 0.75, "p95": 0.95, "p99": 0.99}
 NUM_CODE_POINTS = 0x110000
+# Normal forms that join spellings of a word which look the same, and what differs in them.
+SPELLING_FORMS = {
+    "nfc": "letters and accents composed or apart",
+    "apostrophes": "typewriter and typographic apostrophes",
+    "hyphens": "hyphens of several kinds",
+    "lookalikes": "letters of another script that look the same",
+}
 
 
 class SuspiciousPattern(NamedTuple):
@@ -68,8 +77,8 @@ SUSPICIOUS_PATTERNS = [
     ),
     SuspiciousPattern(
         "invisible characters",
-        re.compile("[\u00ad\u200b\u200e\u200f\u202a-\u202e\u2060-\u2064\ufeff]"),
-        "soft hyphens, zero-width spaces, marks of direction: they split words invisibly",
+        re.compile(INVISIBLE_REGEX),
+        "soft hyphens, zero-width spaces, marks of direction: they split words invisibly (--normalize invisible)",
     ),
     SuspiciousPattern(
         "private characters", re.compile("[\ue000-\uf8ff]"), "mean something in one font only, as in PDFs"
@@ -366,6 +375,7 @@ class CorpusCheckup:
             "suspicious": self.suspicious(),
             "long_words": [{"word": word, "source": source} for word, source in self.long_words.items()],
             "repeated_lines": self.repeated_lines(),
+            "spellings": find_spelling_variants(self.word_counts.counts),
             "words_are_exact": self.word_counts.is_exact,
             "duplicates_are_exact": documents.is_exact,
         }
@@ -381,7 +391,7 @@ class CorpusCheckup:
     def suspicious(self) -> list[dict[str, Any]]:
         """Return the patterns that were found."""
         meanings = {s.name: s.meaning for s in SUSPICIOUS_PATTERNS} | {
-            "not normalised": "letters and accents apart (not NFC): the same word in two spellings",
+            "not normalised": "letters and accents apart (not NFC): the same word in two spellings (--normalize nfc)",
             "hardly text": f"documents in which fewer than {MIN_LETTER_SHARE:.0%} of the characters are letters",
         }
         return [
@@ -397,6 +407,42 @@ class CorpusCheckup:
             for line, n in self.line_counts.most_common(MAX_LISTED_DOCUMENTS)
             if n >= least
         ]
+
+
+def find_spelling_variants(word_counts: Mapping[str, int]) -> list[dict[str, Any]]:
+    """Return per normal form the words that it joins: how many, how often the rarer spelling occurs, and examples.
+
+    A word that mixes two scripts counts also where its right spelling does not occur.
+
+    >>> [(v["form"], v["words"], v["occurrences"]) for v in find_spelling_variants({"ng'ombe": 5, "ng’ombe": 2})]
+    [('apostrophes', 1, 2)]
+    """
+    unusual, found = [word for word in word_counts if not word.isascii()], []
+    for form, difference in SPELLING_FORMS.items():
+        spellings: dict[str, set[str]] = {}
+        for word in unusual:
+            if (joined := NORMALIZERS[form](word)) != word:
+                spellings.setdefault(joined, {joined}).add(word)
+        variants = []
+        for joined, group in spellings.items():
+            ranked = sorted((w for w in group if w in word_counts), key=lambda w: (-word_counts[w], w))
+            if len(ranked) > 1 or form == "lookalikes":
+                rare = sum(word_counts[w] for w in (ranked[1:] if len(ranked) > 1 else ranked))
+                variants.append((rare, joined, ranked))
+        if variants:
+            variants.sort(key=lambda variant: (-variant[0], variant[1]))
+            found.append(
+                {
+                    "form": form,
+                    "difference": difference,
+                    "words": len(variants),
+                    "occurrences": sum(rare for rare, *_ in variants),
+                    "examples": [
+                        {word: word_counts[word] for word in ranked} for *_, ranked in variants[:MAX_LISTED_SPELLINGS]
+                    ],
+                }
+            )
+    return found
 
 
 def check_documents(

@@ -30,6 +30,7 @@ from tokenizers import models, pre_tokenizers, trainers
 
 from firth.core.console import StatusLine, format_count, format_duration, say, track, warn
 from firth.core.errors import UserError
+from firth.text.normalize import parse_normal_forms
 from firth.tokens.builders import METASPACE, TOKENIZER_KINDS, SplitOptions, build_untrained, default_tokenizer_config
 from firth.tokens.tokenizer import Tokenizer, is_byte_level
 from firth.tokens.unigram import train_unigram_pieces
@@ -58,6 +59,7 @@ def train_tokenizer(
     seed: int = 0,
     pattern: str = "gpt2",
     byte_fallback: bool = False,
+    normalize: str | None = None,
 ) -> Tokenizer:
     """Train a tokenizer on a stream of texts.
 
@@ -72,10 +74,12 @@ def train_tokenizer(
     - word, for word2vec and AWD-LSTM, and elmo-characters, for ELMo: whole words, with the special tokens of bpe. ELMo
       reads words as characters (see `characters.py`); its vocabulary has the words that it predicts.
 
-    `max_memory` (bytes) trains on a sample of the text if all of it would need more; None: no limit. A small text may
-    give fewer than `vocab_size` tokens. A message tells both.
+    `normalize` lists normal forms ("nfc,apostrophes"): the tokenizer applies them to every text that it encodes, except
+    "lookalikes", which only a corpus can. `max_memory` (bytes) trains on a sample of the text if all of it would need
+    more; None: no limit. A small text may give fewer than `vocab_size` tokens. A message tells both.
     """
-    backend = build_untrained(kind, SplitOptions(lowercase, pattern, byte_fallback))
+    forms = tuple(parse_normal_forms(normalize))
+    backend = build_untrained(kind, SplitOptions(lowercase, pattern, byte_fallback, forms))
     learned = train_backend(backend, texts, kind, vocab_size, max_memory, seed)
     return Tokenizer(learned, TOKENIZER_KINDS[kind].special_tokens, default_tokenizer_config(kind))
 

@@ -1,0 +1,126 @@
+"""The commands that `firth check` ends with: for this text, this machine, and checked against the preset.
+
+A command that a person pastes must run. So each pretraining command is built as the recipe that the command would
+make, and is left out if the recipe or the objective refuses it: BERT has 512 positions, a decoder needs an end-of-text
+token, T5 needs a sentinel for each of a row's spans.
+"""
+
+from __future__ import annotations
+
+import shlex
+import shutil
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import fields
+from typing import Any
+
+import torch
+
+from firth.core.errors import UserError
+from firth.models import PRESETS
+from firth.recipes import pretraining_recipe, update_recipe
+from firth.text import Corpus
+from firth.text.corpus import STDIN_PATH
+from firth.text.filters import TextCleaner
+from firth.text.normalize import parse_normal_forms
+from firth.tokens import Tokenizer
+
+CPU_MINUTES = 60  # of a pretraining without a GPU: the smallest preset, for an hour
+MIN_ROW_TOKENS = 32  # tokens of the shortest row to advise
+PURPOSES = {
+    "encoder": "for classification, tagging and search",
+    "decoder": "or a model that writes",
+    "encoder-decoder": "or one that turns text into text",
+}
+
+
+def suggest_commands(
+    corpus: Corpus,
+    tokenizer: Tokenizer,
+    tokenizer_path: str,
+    vocab_size: int,
+    models: Sequence[Mapping[str, Any]],
+    row_length: int,
+    normal_forms: Sequence[str] = (),
+    near_dedup: bool = False,
+    lowercase: bool = False,
+) -> list[str]:
+    """Return the commands from text to a pretrained model; none for standard input, which cannot be read again.
+
+    `tokenizer_path` is the folder of a tokenizer to keep; "": train one of the kind and size of `tokenizer`.
+    """
+    if STDIN_PATH in corpus.paths:
+        return []
+    texts = [str(path) for path in corpus.paths]
+    reading = reading_options(corpus, normal_forms)
+    commands = []
+    if not tokenizer_path:
+        kind = ["--kind", tokenizer.kind, "--vocab-size", str(vocab_size), *["--lowercase"] * lowercase]
+        commands.append(["tokenizer", *texts, *kind, *reading, "--output-dir", "tok"])
+    dedup = ["--dedup", "near"] if near_dedup else []
+    commands.append(
+        ["prepare", *texts, "--tokenizer", tokenizer_path or "tok", *dedup, *reading, "--output-dir", "shards"]
+    )
+    lines = [shlex.join([*program(), *words]) for words in commands]
+    return lines + pretrain_commands(tokenizer, models, row_length)
+
+
+def program() -> list[str]:
+    """Return how this environment starts firth: by its name if that is on the path, else by its Python."""
+    return ["firth"] if shutil.which("firth") else [sys.executable, "-m", "firth"]
+
+
+def pretrain_commands(tokenizer: Tokenizer, models: Sequence[Mapping[str, Any]], row_length: int) -> list[str]:
+    """Return a pretraining command for each architecture that can use the tokenizer."""
+    has_gpu, lines = torch.cuda.is_available(), []
+    for architecture, purpose in PURPOSES.items():
+        own = [model for model in models if model["architecture"] == architecture]
+        for model in [m for m in own if m["fits"]][-1:] if has_gpu else own[:1]:
+            name = model["name"]
+            length = accepted_length(name, tokenizer, row_length)
+            if length is None:
+                continue
+            duration = [] if has_gpu else ["--minutes", str(CPU_MINUTES)]
+            words = [*program(), "pretrain", name, "--data", "shards", "--max-seq-length", str(length), *duration]
+            lines.append(f"{shlex.join([*words, '--output-dir', f'run-{name}'])}  # {purpose}")
+    return lines
+
+
+def limited_length(preset: str, row_length: int) -> int:
+    """Return the row length, or the number of the preset's positions if that is smaller."""
+    return min(row_length, PRESETS[preset].max_length or row_length)
+
+
+def accepted_length(preset: str, tokenizer: Tokenizer, row_length: int) -> int | None:
+    """Return the row length, halved until pretraining accepts it; None: the preset cannot use the tokenizer."""
+    length = limited_length(preset, row_length)
+    while length >= MIN_ROW_TOKENS:
+        if can_pretrain(preset, tokenizer, length):
+            return length
+        length //= 2
+    return None
+
+
+def can_pretrain(preset: str, tokenizer: Tokenizer, row_length: int) -> bool:
+    """Whether the recipe of a preset accepts the row length, and its objective the tokenizer's special tokens."""
+    try:
+        recipe = update_recipe(pretraining_recipe(PRESETS[preset]), {"max_seq_length": row_length})
+        recipe.check()
+        recipe.objective.check(tokenizer.vocab, recipe.objective.source_length(row_length))
+    except UserError:
+        return False
+    return True
+
+
+def reading_options(corpus: Corpus, normal_forms: Sequence[str]) -> list[str]:
+    """Return the options with which the text was read, and `--normalize` with further normal forms."""
+    cleaner = corpus.cleaner
+    forms = dict.fromkeys([*parse_normal_forms(cleaner.normalize), *normal_forms])
+    options = {
+        "documents": corpus.documents if corpus.documents != "auto" else "",
+        "columns": ",".join(f"{role}={corpus.columns[role]}" for role in sorted(corpus.user_columns)),
+        "encoding": corpus.encoding if corpus.encoding != "utf-8" else "",
+        **{field.name: getattr(cleaner, field.name) for field in fields(TextCleaner) if field.init},
+        "normalize": ",".join(forms),
+    }
+    return [word for name, value in options.items() if value for word in (f"--{name.replace('_', '-')}", str(value))]
