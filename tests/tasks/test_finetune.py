@@ -213,8 +213,9 @@ def test_text_to_text_learns(checkpoint_of: Checkpoints, toy: Toy, tmp_path: Pat
     assert again["metrics"]["exact_match"] == result["exact_match"]
 
 
-def test_several_seeds(checkpoint_of: Checkpoints, toy: Toy, tmp_path: Path) -> None:
-    run = tmp_path / "run"
+def test_several_seeds(checkpoint_of: Checkpoints, toy: Toy, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run, shown = tmp_path / "run", list[str]()
+    monkeypatch.setattr("firth.train.loop.StatusLine.show", lambda self, text: shown.append(text))
     result = finetune(recipe(checkpoint_of("bert"), toy, run, seeds=3, max_steps=12))
     scores = [seed_results(run, i)["scores"]["accuracy"] for i in range(3)]
     assert result["seeds"] == scores
@@ -225,6 +226,9 @@ def test_several_seeds(checkpoint_of: Checkpoints, toy: Toy, tmp_path: Path) -> 
         assert (run / name).read_bytes() == (best / name).read_bytes()
     logs = [(run / f"seed-{i}" / "log.jsonl").read_text() for i in range(3)]
     assert len(set(logs)) == 3, "seeds differ"
+    lines = [line for line in shown if line.startswith("seed ")]
+    assert len(lines) >= 3
+    assert all(line.endswith(" left in all") for line in lines), lines
 
 
 def test_resume_skips_finished_seeds_and_gives_equal_results(

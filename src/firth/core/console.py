@@ -138,6 +138,52 @@ class StatusLine:
             self.width = 0
 
 
+class RunSeries:
+    """Runs one after the other, such as the seeds of a fine-tuning; the time of a run is proportional to its size.
+
+    Series can be nested: the tasks of a suite, and the seeds of each task.
+    """
+
+    def __init__(self, sizes: Sequence[float]) -> None:
+        self.sizes, self.num_done = sizes, 0
+        self.start_s = time.monotonic()
+
+    def end_run(self) -> None:
+        self.num_done += 1
+
+    def seconds_left(self, run_seconds_left: float) -> float:
+        """Return the seconds to the end of the series, given those to the end of the current run."""
+        seconds = time.monotonic() - self.start_s + run_seconds_left
+        begun, later = sum(self.sizes[: self.num_done + 1]), sum(self.sizes[self.num_done + 1 :])
+        return run_seconds_left + later * seconds / max(begun, 1e-9)
+
+
+_open_series: list[RunSeries] = []  # the outermost first
+
+
+@contextmanager
+def run_series(sizes: Sequence[float]) -> Iterator[RunSeries]:
+    """Let status lines inside the block show the time left over all runs: `series.end_run()` follows each of them."""
+    _open_series.append(RunSeries(sizes))
+    try:
+        yield _open_series[-1]
+    finally:
+        _open_series.pop()
+
+
+def format_time_left(run_seconds_left: float) -> str:
+    """Format the time left for a status line: of this run, or of the whole series where it is one of several.
+
+    >>> format_time_left(200)
+    '3m20s left'
+    """
+    left = run_seconds_left
+    for series in reversed(_open_series):
+        left = series.seconds_left(left)
+    is_one_of_several = any(len(series.sizes) > 1 for series in _open_series)
+    return f"{format_duration(left)} left" + (" in all" if is_one_of_several else "")
+
+
 class Progress:
     """Progress of one phase: count, rate, and time left when the total is known.
 

@@ -17,7 +17,7 @@ from typing import Any
 
 import yaml
 
-from firth.core.console import format_count, quiet, say, warn
+from firth.core.console import format_count, quiet, run_series, say, warn
 from firth.core.errors import UserError, did_you_mean
 from firth.core.files import check_output_folder, read_json, write_json, write_results
 from firth.core.html import HtmlPage
@@ -98,16 +98,18 @@ def evaluate_suite(
     open_suite_folder(folder, settings, resume, overwrite)
     check_finished_tasks(folder, chosen.values())
     done: dict[str, dict[str, Any]] = {}
-    for number, task in enumerate(chosen.values(), 1):
-        task_folder = folder / task.name
-        if (task_folder / SUITE_TASK_RESULTS_FILE).is_file():
-            say(f"{task.name} ({number} of {len(chosen)}) is done already.")
-        else:
-            say(f"{task.name} ({number} of {len(chosen)})")
-            result = run_suite_task(checkpoint, task, task_folder, seeds, dict(options or {}))
-            write_json(task_folder / SUITE_TASK_RESULTS_FILE, result | {"files": task_inputs(task)})
-        done[task.name] = dict(read_json(task_folder / SUITE_TASK_RESULTS_FILE))
-        write_results(folder / SUITE_RESULTS_FILE, summarize_suite(settings, done, all_names, folder))
+    files = {task.name: folder / task.name / SUITE_TASK_RESULTS_FILE for task in chosen.values()}
+    with run_series([task_bytes(task) for task in chosen.values() if not files[task.name].is_file()]) as series:
+        for number, task in enumerate(chosen.values(), 1):
+            if files[task.name].is_file():
+                say(f"{task.name} ({number} of {len(chosen)}) is done already.")
+            else:
+                say(f"{task.name} ({number} of {len(chosen)})")
+                result = run_suite_task(checkpoint, task, folder / task.name, seeds, dict(options or {}))
+                write_json(files[task.name], result | {"files": task_inputs(task)})
+                series.end_run()
+            done[task.name] = dict(read_json(files[task.name]))
+            write_results(folder / SUITE_RESULTS_FILE, summarize_suite(settings, done, all_names, folder))
     result = summarize_suite(settings, done, all_names, folder)
     write_suite_page(folder / "report.html", result)
     write_results(folder / SUITE_RESULTS_FILE, result)
@@ -275,6 +277,11 @@ def task_inputs(task: SuiteTask) -> dict[str, Any]:
 
 
 # --- one task -------------------------------------------------------------------------------------------------------
+
+
+def task_bytes(task: SuiteTask) -> int:
+    """Return the bytes of a task's files, to which the time of its fine-tuning is about proportional."""
+    return sum(file.stat().st_size for file in (task.train, *task.dev.values()) if file is not None)
 
 
 def run_suite_task(

@@ -19,7 +19,7 @@ import numpy as np
 import torch
 from safetensors.numpy import load_file, save_file
 
-from firth.core.console import StatusLine, format_count, format_duration, say, warn
+from firth.core.console import StatusLine, format_count, format_duration, format_time_left, say, warn
 from firth.core.errors import Interrupted, UserError
 from firth.core.files import atomic_folder, find_corruption, read_json, write_json
 from firth.core.serialization import to_dict
@@ -219,8 +219,8 @@ def fit_word_vectors(trainer: WordVectorTrainer, folder: Path, resume: bool) -> 
             tokens = min(step * trainer.tokens_per_step, trainer.total_tokens)
             log.write(step=step, loss=loss, learning_rate=trainer.learning_rate(number), tokens=tokens)
             per_second, a_step = speed.measure(step, tokens)
-            left = format_duration(a_step * (trainer.num_steps - step))
-            line.show(f"step {step:,}/{trainer.num_steps:,}  loss {loss:.3f}  {per_second:,.0f} tokens/s  {left} left")
+            left = format_time_left(a_step * (trainer.num_steps - step))
+            line.show(f"step {step:,}/{trainer.num_steps:,}  loss {loss:.3f}  {per_second:,.0f} tokens/s  {left}")
             speed.end_warmup(step, tokens)
             if step % recipe.save_steps == 0 or stop.is_set():
                 try_save_vectors(trainer, folder, step)

@@ -23,7 +23,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from firth.core.console import format_count, quiet, say, warn
+from firth.core.console import format_count, quiet, run_series, say, warn
 from firth.core.errors import UserError
 from firth.core.files import atomic_folder, find_corruption, read_json, write_json, write_results
 from firth.core.hashing import hash_uint64
@@ -186,7 +186,7 @@ def run_seeds(
             *([f"the step is {job.execution_mode} for {job.shape_buckets}"] if job.shape_buckets is not None else []),
         ]:
             say(sentence)
-        runs = [train_seed(job, seed, resume) for seed in range(recipe.seeds)]
+        runs = train_seeds(job, resume)
         with explain_disk_errors(folder):
             return summarize_seeds(recipe, task, data.train, data.dev, runs, folder)
 
@@ -584,6 +584,19 @@ def check_seed_resumable(seed_folder: Path, model: Model) -> None:
 
 
 # --- one seed -------------------------------------------------------------------------------------------------------
+
+
+def train_seeds(job: FinetuneJob, resume: bool) -> list[dict[str, Any]]:
+    """Train all seeds and return their results; the time left on the status line is that of all unfinished seeds."""
+    folders = [job.folder / f"seed-{seed}" for seed in range(job.recipe.seeds)]
+    unfinished = [folder for folder in folders if not (resume and (folder / "results.json").is_file())]
+    runs = []
+    with run_series([1.0] * len(unfinished)) as series:
+        for seed, folder in enumerate(folders):
+            runs.append(train_seed(job, seed, resume))
+            if folder in unfinished:
+                series.end_run()
+    return runs
 
 
 def train_seed(job: FinetuneJob, seed: int, resume: bool) -> dict[str, Any]:

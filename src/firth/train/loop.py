@@ -32,7 +32,7 @@ from zlib import crc32
 import numpy as np
 import torch
 
-from firth.core.console import StatusLine, format_duration, say, warn
+from firth.core.console import StatusLine, format_time_left, say, warn
 from firth.core.errors import Interrupted, UserError
 from firth.core.serialization import to_dict
 from firth.models import Model
@@ -461,8 +461,8 @@ def _progress_line(
     last_saved: str | None,
 ) -> str:
     tokens_per_second, step_seconds = speed.measure(record.step, record.tokens)
-    time_left = format_duration(step_seconds * (run.training.max_steps - record.step))
-    pace = f"{tokens_per_second:,.0f} tokens/s  {time_left} left"
+    time_left = format_time_left(step_seconds * (run.training.max_steps - record.step))
+    pace = f"{tokens_per_second:,.0f} tokens/s  {time_left}"
     if run.compute.compile and not speed.is_warmed_up:
         pace = "compiling"
     position = f"{run.name}: step {record.step:,}/{run.training.max_steps:,}"
