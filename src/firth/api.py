@@ -12,14 +12,15 @@ from __future__ import annotations
 
 import re
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
-from firth.core.console import format_count, progress, quiet, say
-from firth.core.errors import UserError, did_you_mean
+from firth.core.console import format_count, progress, quiet, say, warn
+from firth.core.errors import Interrupted, UserError, did_you_mean
 from firth.core.files import atomic_folder, check_output_folder, find_corruption, read_json, write_json
 from firth.core.html import resolve_page_path
 from firth.core.serialization import TYPE_KEY, to_dict
@@ -344,6 +345,7 @@ def pretrain(
     plan = plan_pretraining(
         model, data, output_dir, tokenizer, objective, data_options, config, overrides, options, saved
     )
+    from firth.evaluate.pretraining_report import write_interrupted_report, write_pretraining_report_and_card
     from firth.train import pretrain_in_folder
     from firth.train.folder import shared_run_folder
     from firth.train.launch import init_distributed
@@ -362,7 +364,27 @@ def pretrain(
 
         with dist.enter_on_main(clock):
             recipe = plan.resolve_recipe(dist.run_on_main(make_shards))
-            return pretrain_in_folder(folder, recipe, resume, clock.start_time, allow_change, rewind)
+            try:
+                results = pretrain_in_folder(folder, recipe, resume, clock.start_time, allow_change, rewind)
+            except Interrupted as e:
+                if dist.is_main_process and e.code == Interrupted.code:  # SIGTERM wants the process to end at once
+                    with report_errors():
+                        write_interrupted_report(folder, clock.elapsed_seconds)
+                raise
+            report: dict[str, str] = {}
+            if dist.is_main_process:
+                with report_errors():
+                    report = write_pretraining_report_and_card(folder, results)
+            return {**results, **report}
+
+
+@contextmanager
+def report_errors() -> Iterator[None]:
+    """Turn any error inside the block into a warning: a report must not fail a run whose model is written."""
+    try:
+        yield
+    except (Exception, KeyboardInterrupt) as e:
+        warn(f"the report could not be written ({type(e).__name__}: {e}). The run itself is not affected.")
 
 
 def prove_resume(
@@ -423,7 +445,8 @@ def pretrain_static(
     kind, vocab_size = STATIC_TOKENIZERS[name]
     new_tokenizer_args = [kind, data_options.vocab_size or vocab_size, data_options.lowercase]
     source = open_data_source(sources, tokenizer, data_options, new_tokenizer_args)
-    from firth.evaluate.neighbours import sample_neighbours, write_vector_report
+    from firth.evaluate.neighbours import next_vector_commands, sample_neighbours, write_vector_report
+    from firth.evaluate.pretraining_report import write_ngram_report
     from firth.evaluate.vectors import load_word_vectors
     from firth.static.train import run_static_recipe  # loads numba
     from firth.train import run_folder
@@ -434,10 +457,15 @@ def pretrain_static(
         recipe = replace(recipe, data=shards, tokenizer=open_shards(Path(shards)).tokenizer.fingerprint)
         clock.save()
         results = run_static_recipe(folder, recipe, resume, clock.start_time)
-        if "words" in results and "similar" not in results:
-            results["similar"] = sample_neighbours(load_word_vectors(folder / "final"))
-            results["report"] = str(write_vector_report(folder, name, results))
-            write_json(folder / "results.json", results)
+        with report_errors():
+            if name == "ngram":
+                return {**results, **write_ngram_report(folder, results)}
+            if "similar" not in results:
+                results["similar"] = sample_neighbours(load_word_vectors(folder / "final"))
+                results["report"] = str(write_vector_report(folder, name, results))
+                write_json(folder / "results.json", results)
+            command = next(iter(next_vector_commands(folder, results["similar"]).values()))
+            return {**results, "summary": f"vectors of {format_count(results['words'], 'word')}", "next": command}
         return results
 
 

@@ -131,7 +131,7 @@ def pretrain(json: bool, resume: bool, resume_from_checkpoint: bool = False, **o
     """Pretrain a model on shards or on text."""
     from firth import api
 
-    render.print_result(api.pretrain(resume=resume or resume_from_checkpoint, **options), json, "Pretraining")
+    render.print_pretraining(api.pretrain(resume=resume or resume_from_checkpoint, **options), json)
 
 
 @command(

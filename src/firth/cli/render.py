@@ -103,6 +103,15 @@ def print_result(result: Mapping[str, Any], as_json: bool, title: str) -> None:
     show_table(title, ["", ""], rows)
 
 
+def print_pretraining(result: Mapping[str, Any], as_json: bool) -> None:
+    """The results of a run, then in one line what they mean and the next command."""
+    shown = result if as_json else {k: v for k, v in result.items() if k not in ("report", "summary", "next")}
+    print_result(shown, as_json, "Pretraining")
+    if not as_json and "report" in result:
+        say(f"The report is {result['report']}.")
+        say(f"{result['summary']}; next: {result['next']}")
+
+
 def format_value(value: Any) -> str:
     """
     >>> format_value(0.123456), format_value(1203), format_value([1.5, None]), format_value({"f1": 0.5})

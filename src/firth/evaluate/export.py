@@ -64,8 +64,8 @@ def write_export(checkpoint: Path, folder: Path) -> None:
         for name in EXPORTED_EXTRA_FILES:
             if (checkpoint / name).is_dir():
                 shutil.copytree(checkpoint / name, temporary / name)
-            elif (checkpoint / name).is_file():
-                shutil.copyfile(checkpoint / name, temporary / name)
+            elif (checkpoint / name).is_file() and not (name == MODEL_CARD_FILE and (folder / name).is_file()):
+                shutil.copyfile(checkpoint / name, temporary / name)  # a card that is there may have been edited
 
 
 def load_for_export(checkpoint: Path) -> Model:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import shlex
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -12,7 +13,7 @@ from firth.core.console import track
 from firth.core.errors import UserError, did_you_mean
 from firth.core.files import atomic_folder
 from firth.core.html import HtmlPage, plot_loss_curve
-from firth.evaluate.report import log_points
+from firth.evaluate.report import format_commands, log_points
 from firth.evaluate.vectors import WordVectors, vectors_to_model
 from firth.models import write_model
 from firth.train import read_log
@@ -88,8 +89,21 @@ def sample_neighbours(vectors: WordVectors) -> dict[str, list[str]]:
     return {word: [near.word for near in most_similar(vectors, [word], top=8)] for word in sample}
 
 
+def next_vector_commands(folder: Path, neighbours: Mapping[str, Sequence[str]]) -> dict[str, str]:
+    """Return commands to paste after a run of word vectors, by their purpose."""
+    model, word = shlex.quote(str(folder / "final")), shlex.quote(next(iter(neighbours), "WORD"))
+    return {
+        "Find the words nearest to a word": f"firth embed {model} {word} --similar",
+        "Score the vectors on pairs of words": f"firth evaluate {model} --task word-similarity --data pairs.tsv",
+        "Fine-tune a bag of words on your labels (columns text, label)": (
+            f"firth finetune {model} --task classify --train train.csv --dev dev.csv --output-dir tuned"
+        ),
+        "Write the vectors for gensim": f"firth export {model} --output-dir vectors --format word2vec",
+    }
+
+
 def write_vector_report(folder: Path, name: str, results: dict[str, Any]) -> Path:
-    """Write report.html of a run: its loss, and the nearest words of a sample."""
+    """Write report.html of a run: its loss, the nearest words of a sample, and the next commands."""
     page = HtmlPage(f"{name}: {results['words']:,} words")
     page.add_paragraph("The words whose vectors have the highest cosine.")
     page.add_table(["word", "nearest words"], [(word, ", ".join(near)) for word, near in results["similar"].items()])
@@ -98,5 +112,9 @@ def write_vector_report(folder: Path, name: str, results: dict[str, Any]) -> Pat
         page.add_figure(plot_loss_curve(losses, []), "Loss by step.")
     facts = [(key, value) for key, value in results.items() if not isinstance(value, dict | list)]
     page.add_table(["", ""], facts, "The run.")
+    page.add_heading("Next")
+    page.add_code(format_commands(next_vector_commands(folder, results["similar"])))
+    page.add_heading("Recipe")
+    page.add_code((folder / "recipe.yaml").read_text(encoding="utf-8"))
     page.save(folder / "report.html")
     return folder / "report.html"

@@ -5,6 +5,7 @@ Shares are percentages (`format_metric`). The examples with their mistakes are t
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -25,6 +26,7 @@ from firth.train import read_log, token_loss_name
 
 MAX_SEED_COLUMNS = 5  # seeds with a column of their own
 TRAIN_LOG_KEYS = {"loss", "skipped", "rewound_from"}  # a log line with one of these is not an evaluation
+MAX_COMMAND_CHARS = 78  # characters of a line of a command on the page
 REPORT_RESULT_KEYS = (
     "task",
     "checkpoint",
@@ -104,6 +106,26 @@ def write_run_report(folder: Path, result: Mapping[str, Any], examples: Sequence
 def format_score_rows(rows: Iterable[tuple[Any, ...]]) -> list[tuple[str, ...]]:
     """Format rows of a metric's name and its values."""
     return [(name, *(format_metric(name, value) for value in values)) for name, *values in rows]
+
+
+def format_commands(commands: Mapping[str, str]) -> str:
+    """Format commands, each under its purpose; long ones are continued on the next line, before an option.
+
+    >>> print(format_commands({"Say it": "firth say " + "x" * 60 + " --loud --twice"}))
+    # Say it
+    firth say xxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxx --loud \\
+        --twice
+    """
+    blocks = []
+    for purpose, command in commands.items():
+        lines: list[str] = []
+        for part in re.split(r" (?=--)", command):
+            if lines and len(lines[-1]) + len(part) < MAX_COMMAND_CHARS:
+                lines[-1] += f" {part}"
+            else:
+                lines.append(part)
+        blocks.append(f"# {purpose}\n" + " \\\n    ".join(lines))
+    return "\n\n".join(blocks)
 
 
 def seed_table(result: Mapping[str, Any]) -> tuple[list[str], list[tuple[Any, ...]]]:
