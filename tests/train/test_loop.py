@@ -8,6 +8,7 @@ import json
 import os
 import shutil
 import signal
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -466,6 +467,46 @@ def test_ctrl_c_saves_a_checkpoint(
         pretrain(recipe)
     assert stopped.value.code == code
     assert [p.name for p in Path(recipe.output_dir).glob("checkpoint-*")] == ["checkpoint-3"]
+    monkeypatch.undo()
+    pretrain(recipe, resume=True)
+    assert weights(recipe.output_dir) == weights(tmp_path / "straight")
+
+
+@pytest.mark.parametrize("where", ["step", "evaluation"])
+def test_a_signal_is_obeyed_during_a_long_step(
+    where: str, recipe_of: Recipes, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The process ends without waiting for the step; what is saved resumes as if it had never stopped."""
+    fields = dict(dropout=0.2, save_steps=100, eval_steps=5, warmup_steps=0)
+    pretrain(recipe_of("gpt2", **fields, output_dir=str(tmp_path / "straight")))
+    recipe, stuck = recipe_of("gpt2", **fields), tmp_path / "stuck"
+
+    def hang(*_: object) -> dict[str, float]:
+        stuck.touch()
+        time.sleep(60)
+        return {}
+
+    def slow_run(*args: object, **fields: object) -> TrainingRun:
+        run = TrainingRun(*args, **fields)  # type: ignore[arg-type]
+        if where == "step":
+            run.before_step = lambda step: hang() if step == 3 else None
+        else:
+            run.evaluate = hang
+        return run
+
+    monkeypatch.setattr(pretraining, "TrainingRun", slow_run)
+    child = os.fork()
+    if not child:
+        pretrain(recipe)
+        os._exit(0)
+    while not stuck.exists():
+        time.sleep(0.01)
+    os.kill(child, signal.SIGTERM)
+    began = time.monotonic()
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 128 + signal.SIGTERM
+    assert time.monotonic() - began < 8  # 3 s and the checkpoint, on a busy machine
+    saved = [p.name for p in Path(recipe.output_dir).glob("checkpoint-*")]
+    assert saved == (["checkpoint-3"] if where == "step" else [])  # no evaluation is left out of a resumed run
     monkeypatch.undo()
     pretrain(recipe, resume=True)
     assert weights(recipe.output_dir) == weights(tmp_path / "straight")

@@ -18,12 +18,14 @@ Three properties hold throughout:
 from __future__ import annotations
 
 import math
+import os
 import signal
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -60,6 +62,7 @@ from firth.train.optim import add_unfrozen_groups, learning_rate_at, make_optimi
 from firth.train.step import RecurrentStateDict, TrainingRun, build_step_runner, compile_ahead, sum_counts, train_step
 from firth.train.writer import CheckpointWriter
 
+STOP_GRACE_SECONDS = 3.0  # from a signal to the end of the process, where a step takes longer
 SPEED_WARMUP_STEPS = 3  # steps left out of the speed: they compile and warm caches
 
 
@@ -143,9 +146,30 @@ def fit(run: TrainingRun, resume: bool = False) -> FitResult:
                 collect_payload(model, optimizer, rows, averages, guard.state_dict()), state, before_write=log.fsync
             )
 
-    with make_log(run, state.step) as log, handle_stop_signals(dist_context.world_size == 1) as stop, writer:
+    def save_and_exit(signal_number: int, is_evaluating: bool) -> None:
+        """End the process during a long step, from another thread; called while weights and optimizer do not change.
+
+        A checkpoint before an unfinished evaluation would lose it, so none is written then.
+        """
+        line.close()
+        if state.step and not is_evaluating:
+            with torch.no_grad():
+                save()
+        writer.wait()
+        say(
+            f"stopped during step {state.step + 1} of {training.max_steps}, last checkpoint: "
+            f"{writer.last_saved or 'none'}; resume with the same command and --resume."
+        )
+
+    alone = dist_context.world_size == 1
+    with (
+        make_log(run, state.step) as log,
+        handle_stop_signals(alone, save_and_exit if alone else None) as stop,
+        writer,
+    ):
+        run.computing = stop.computing
         for step, micro_batches, counts, data in prefetch_batches(
-            run.batch_fn, state.step, final_step(run, state), state.data_hash, dist_context
+            run.batch_fn, state.step, final_step(run, state), state.data_hash, dist_context, stop.computing
         ):
             # one training step
             lr = learning_rate_at(step, training)
@@ -173,7 +197,9 @@ def fit(run: TrainingRun, resume: bool = False) -> FitResult:
             if run.evaluate and (state.step % training.eval_steps == 0 or last):
                 log_pending()
                 with ema.average_parameters() if ema else nullcontext():
-                    scores = dist_context.broadcast(run.evaluate(model))
+                    with stop.computing(is_evaluating=True):
+                        scores = run.evaluate(model)
+                    scores = dist_context.broadcast(scores)
                     update_best(run, state, scores, model)
                 log.write(step=state.step, **scores)
                 last = last or state.step == final_step(run, state)
@@ -338,10 +364,12 @@ def prefetch_batches(
     end: int,
     data_hash: int = 0,
     dist_context: DistContext = SINGLE_PROCESS,
+    waiting: Callable[[], AbstractContextManager[None]] = nullcontext,
 ) -> Iterator[tuple[int, Sequence[Batch], dict[str, int], int]]:
     """Yield (step, micro-batches, target counts over all processes, hash of all data so far).
 
-    A thread prepares the next step's batches while the device computes the current one.
+    A thread prepares the next step's batches while the device computes the current one. `waiting` is entered to wait
+    for it.
     """
     thread_context = dist_context.for_thread("batches")
 
@@ -365,7 +393,8 @@ def prefetch_batches(
         next_batches = pool.submit(prepare, start, data_hash) if start < end else None
         for step in range(start, end):
             assert next_batches is not None
-            micro_batches, counts, data_hash = next_batches.result()
+            with waiting():
+                micro_batches, counts, data_hash = next_batches.result()
             next_batches = pool.submit(prepare, step + 1, data_hash) if step + 1 < end else None
             yield step, micro_batches, counts, data_hash
 
@@ -387,16 +416,59 @@ def hash_rows(batch: Batch) -> int:
 
 
 class StopRequest(threading.Event):
-    """Set when a signal requests a stop; `signal_number` is that signal, or 0."""
+    """Set when a signal requests a stop; `signal_number` is that signal, or 0.
+
+    Python runs a signal handler between two bytecodes of the main thread. The backward pass of a large model is one
+    call, of a minute or more, so a flag that is read after the step comes too late. A thread therefore waits for the
+    signal (`signal.set_wakeup_fd`). After `STOP_GRACE_SECONDS` it ends the process itself, but only while the loop
+    computes gradients or evaluates: then weights and optimizer are those of the last whole step. `state_lock` says so:
+    the loop holds it at all other times.
+    """
 
     signal_number = 0
 
+    def __init__(self) -> None:
+        super().__init__()
+        self.state_lock, self.left, self.is_evaluating = threading.Lock(), threading.Event(), False
+
+    @contextmanager
+    def computing(self, is_evaluating: bool = False) -> Iterator[None]:
+        """Mark a part of the loop that changes neither weights nor optimizer: the process may end in it."""
+        self.is_evaluating = is_evaluating
+        self.state_lock.release()
+        try:
+            yield
+        finally:
+            self.state_lock.acquire()
+
+    def watch(self, fd: int, save_and_exit: Callable[[int, bool], None]) -> None:
+        """Wait for a signal; end the process if the loop has not ended soon after it."""
+        with open(fd, "rb", buffering=0) as pipe:
+            numbers = iter(lambda: pipe.read(1), b"")  # until it is closed, when the loop has ended
+            number = next((n[0] for n in numbers if n[0] in (signal.SIGINT, signal.SIGTERM)), 0)
+        if not number or self.left.wait(STOP_GRACE_SECONDS):
+            return
+        with self.state_lock:
+            if self.left.is_set():
+                return
+            try:
+                save_and_exit(number, self.is_evaluating)
+            except Exception as e:
+                warn(f"no checkpoint could be written ({e}).")
+            finally:
+                sys.stdout.flush()
+                sys.stderr.flush()
+                os._exit(128 + number)
+
 
 @contextmanager
-def handle_stop_signals(announce: bool = True) -> Iterator[StopRequest]:
+def handle_stop_signals(
+    announce: bool = True, save_and_exit: Callable[[int, bool], None] | None = None
+) -> Iterator[StopRequest]:
     """Let Ctrl-C or SIGTERM request a stop after the current step; a second Ctrl-C stops at once.
 
-    An `Interrupted` raised inside gets the signal's exit code, 128 + signal number.
+    An `Interrupted` raised inside gets the signal's exit code, 128 + signal number. `save_and_exit` is called, in
+    another thread, for a step that takes longer than `STOP_GRACE_SECONDS`.
     """
     stop = StopRequest()
 
@@ -410,18 +482,29 @@ def handle_stop_signals(announce: bool = True) -> Iterator[StopRequest]:
                 say(f"stopping after this step{hint}")
             stop.set()
 
-    if threading.current_thread() is not threading.main_thread():
-        yield stop
-        return
-    previous_handlers = {number: signal.signal(number, request_stop) for number in (signal.SIGINT, signal.SIGTERM)}
-    try:
-        yield stop
-    except Interrupted as e:
-        e.code = 128 + (stop.signal_number or signal.SIGINT)
-        raise
-    finally:
-        for number, handler in previous_handlers.items():
-            signal.signal(number, handler)
+    with stop.state_lock:
+        if threading.current_thread() is not threading.main_thread():
+            yield stop
+            return
+        previous_handlers = {number: signal.signal(number, request_stop) for number in (signal.SIGINT, signal.SIGTERM)}
+        read_fd, write_fd = os.pipe()
+        os.set_blocking(write_fd, False)
+        previous_fd = signal.set_wakeup_fd(write_fd, warn_on_full_buffer=False)
+        if save_and_exit is not None:
+            threading.Thread(target=stop.watch, args=(read_fd, save_and_exit), daemon=True).start()
+        try:
+            yield stop
+        except Interrupted as e:
+            e.code = 128 + (stop.signal_number or signal.SIGINT)
+            raise
+        finally:
+            stop.left.set()
+            signal.set_wakeup_fd(previous_fd)
+            os.close(write_fd)  # ends the thread, which closes the other end
+            if save_and_exit is None:
+                os.close(read_fd)
+            for number, handler in previous_handlers.items():
+                signal.signal(number, handler)
 
 
 class SpeedMark(NamedTuple):

@@ -18,7 +18,7 @@ from __future__ import annotations
 import gc
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -78,6 +78,7 @@ class TrainingRun:
     halvings: int = 0  # how often micro-batches were halved after running out of memory
     patience: int = 0  # early stopping: evaluations without improvement; 0 turns it off
     save_last: bool = True  # save a checkpoint after the last step, so that a longer run can resume
+    computing: Callable[[], AbstractContextManager[None]] = nullcontext  # entered while weights do not change
     deferred_init: Callable[[], None] | None = None  # initialises the weights; the first step is compiled meanwhile
 
 
@@ -141,9 +142,10 @@ def train_step(
     """
     loss_scale = guard.loss_scale if guard else None
     keep_in_replica = isinstance(optimizer, AdamW) and run.compute.dist_context.world_size == 1
-    total, states = compute_gradients(
-        run, runner, micro_batches, step, recurrent_state or {}, loss_scale, counts, keep_in_replica
-    )
+    with run.computing():
+        total, states = compute_gradients(
+            run, runner, micro_batches, step, recurrent_state or {}, loss_scale, counts, keep_in_replica
+        )
     norm = clip_gradients(run, runner, optimizer)
     bad = guard.should_skip(total, norm, step) if guard else None
     if recurrent_state is not None:
@@ -181,7 +183,8 @@ def compile_ahead(
     collects = gc.isenabled()
     gc.disable()
     try:
-        compute_gradients(run, runner, micro_batches[:1], step, RecurrentStateDict())
+        with run.computing():
+            compute_gradients(run, runner, micro_batches[:1], step, RecurrentStateDict())
     finally:
         if collects:
             gc.enable()
