@@ -254,6 +254,7 @@ def test_a_report_says_of_a_baseline_what_the_terminal_says(tuned: Path) -> None
         "p &lt; 0.001, over 5 and 5 seeds and 4 dev examples; t with 7.12 degrees of freedom): that is more than chance"
     )
     assert said in page(better)
+    assert "accuracy is +3.0 points against other (95%: +1.0 to +5.0 points, " in page(better)
     assert "over 5 pairs of seeds" in page(better | {"paired_seeds": True})
     assert "that may be chance" in page(better | {"p_value": 0.05})
     few = page(better | {"over": "examples", "num_seeds": [2, 2]})

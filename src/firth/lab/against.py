@@ -17,6 +17,7 @@ from firth.core.errors import UserError
 from firth.core.files import write_results
 from firth.core.html import HtmlPage
 from firth.evaluate import write_run_report_and_card
+from firth.metrics import format_metric
 from firth.tasks import FinetuneRecipe, check_task, finetune
 from firth.tasks.finetune import read_finetune_data
 from firth.tasks.results import describe_comparison
@@ -87,11 +88,12 @@ def write_comparison_report(folder: Path, recipe: FinetuneRecipe, results: Mappi
     """Write the page of both arms: the difference first, then the scores and where each arm's own report is."""
     ours, (other_name, other) = results[FINETUNED_FOLDER], list(results.items())[-1]
     page = HtmlPage(f"{ours['task']}: {FINETUNED_FOLDER} against {other_name}")
-    page.add_paragraph(describe_comparison(ours["comparison"]))
+    page.add_paragraph(describe_comparison(ours["comparison"], in_points=True))
     page.add_heading("Scores")
-    page.add_table(
-        *arm_table(results), f"Scores on {recipe.dev}. Both arms have the same examples, seeds and settings."
-    )
+    columns, rows = arm_table(results)
+    cells = [(name, *(format_metric(ours["metric"], score) for score in scores)) for name, *scores in rows]
+    caption = f"Scores on {recipe.dev}. Both arms have the same examples, seeds and settings."
+    page.add_table(columns, cells, caption)
     page.add_heading("Arms")
     starts = [recipe.checkpoint, "random weights" if other["from_scratch"] else "another checkpoint"]
     facts = zip(results.items(), starts, strict=True)

@@ -61,7 +61,7 @@ from firth.metrics.tagging import (
     per_type_metrics,
     tag_accuracy,
 )
-from firth.metrics.task_metrics import TASK_METRIC_FNS, compute_metrics, format_metric
+from firth.metrics.task_metrics import TASK_METRIC_FNS, compute_metrics, format_difference, format_metric
 from firth.metrics.text import bits_per_byte, bleu, chrf, exact_match, perplexity, rouge
 
 __all__ = [
@@ -95,6 +95,7 @@ __all__ = [
     "f1",
     "failed_runs",
     "find_stray_tags",
+    "format_difference",
     "format_metric",
     "is_additive_metric",
     "macro_f1",

@@ -35,14 +35,28 @@ def compute_metrics(task: str, predictions: Sequence[Any], references: Sequence[
     return TASK_METRIC_FNS[task](predictions, references)
 
 
+def is_share_metric(name: str) -> bool:
+    return bool(SHARE_METRIC_PATTERN.search(name)) and not name.endswith("_thresh")
+
+
 def format_metric(name: str, value: float | None) -> str:
     """Format a score for people: a share as a percentage, any other with four digits.
 
     >>> format_metric("entity_f1", 0.81234), format_metric("spearman", 0.81234), format_metric("f1", None)
     ('81.2%', '0.8123', '–')
     """
-    is_share = SHARE_METRIC_PATTERN.search(name) and not name.endswith("_thresh")
-    return f"{100 * value:.1f}%" if is_share and value is not None and math.isfinite(value) else format_cell(value)
+    if value is None or not is_share_metric(name) or not math.isfinite(value):
+        return format_cell(value)
+    return f"{100 * value:.1f}%"
+
+
+def format_difference(name: str, difference: float) -> str:
+    """Format the difference of two scores: of shares in percentage points.
+
+    >>> format_difference("accuracy", 0.0425), format_difference("mcc", -0.0425)
+    ('+4.2 points', '-0.0425')
+    """
+    return f"{100 * difference:+.1f} points" if is_share_metric(name) else f"{difference:+.4g}"
 
 
 def _classification_metrics(predictions: Sequence[str], references: Sequence[str]) -> MetricScores:

@@ -27,6 +27,7 @@ from firth.metrics import (
     compare_seeds,
     compute_metrics,
     failed_runs,
+    format_difference,
     is_additive_metric,
     make_additive_score,
     mean_and_std,
@@ -419,16 +420,22 @@ def additive_task_score(
     return make_additive_score(name, metric, predictions, true)
 
 
-def describe_comparison(found: Mapping[str, Any]) -> str:
-    """Say how large a difference is, over what its interval and p-value are, and whether it may be chance."""
+def describe_comparison(found: Mapping[str, Any], in_points: bool = False) -> str:
+    """Say how large a difference is, over what its interval and p-value are, and whether it may be chance.
+
+    With `in_points`, a difference of shares is in percentage points, as scores are percentages on a page.
+    """
     metric, baseline, difference, p_value = (found[k] for k in ("metric", "baseline", "difference", "p_value"))
     if p_value is None or math.isnan(p_value):
         known = difference is not None and math.isfinite(difference)
         where = "in most samples of dev" if known else "in one of both runs, or in both"
         return f"{metric} cannot be compared with {baseline}: it is not a number {where}."
     ours, theirs = found["num_seeds"]
-    examples, interval = format_count(found["examples"], "dev example"), f"{found['low']:+.4g} to {found['high']:+.4g}"
-    start = f"{metric} is {difference:+.4g} against {baseline} (95%: {interval}, {format_p_value(p_value)}, over "
+    values = difference, found["low"], found["high"]
+    signed, low, high = (format_difference(metric, x) if in_points else f"{x:+.4g}" for x in values)
+    examples = format_count(found["examples"], "dev example")
+    interval = f"{low.removesuffix(' points')} to {high}"
+    start = f"{metric} is {signed} against {baseline} (95%: {interval}, {format_p_value(p_value)}, over "
     if found["over"] == "examples":
         return (
             f"{start}{examples} alone): {ours} and {format_count(theirs, 'seed')} are too few to judge whether other "
