@@ -10,6 +10,9 @@ from pathlib import Path
 
 import pytest
 
+import firth
+from firth.cli.main import main
+
 # Runs several command lines in one process, and prints the exit code of each and whether torch is loaded after it.
 RUN_ALL = """
 import contextlib, io, json, sys
@@ -66,3 +69,14 @@ def test_help_does_not_load_torch(outcomes: dict[str, str], line: str) -> None:
 @pytest.mark.parametrize("line", MISTAKES)
 def test_a_mistake_does_not_load_torch(outcomes: dict[str, str], line: str) -> None:
     assert outcomes[line] == "2 False"
+
+
+def test_the_version_and_a_command_that_does_not_exist_yet(capsys: pytest.CaptureFixture[str]) -> None:
+    for words, code in ((["--version"], 0), (["predict", "run/final", "new.csv"], 2)):
+        with pytest.MonkeyPatch.context() as patch, pytest.raises(SystemExit) as e:
+            patch.setattr(sys, "argv", ["firth", *words])
+            main()
+        assert (e.value.code or 0) == code
+    printed = capsys.readouterr()
+    assert printed.out.startswith(f"firth {firth.__version__} (Python ")
+    assert "`firth evaluate CHECKPOINT --data FILE` writes predictions.jsonl" in printed.err.replace("\n", " ")

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import json
+import math
 import re
 import textwrap
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -61,7 +62,7 @@ def render_help(
         lines += ["", f"{KEY_VALUE}:", *(line for label, text in nested for line in render_row(label, text))]
     lines += [""] + [line for o in options if o.topic == KEY_VALUE for line in wrap(f"KEY=VALUE: {o.help}", "  ")]
     if rest := len(options) - len([o for o in options if o.common]):
-        lines += [] if show_all else [f"--help-all shows {rest} more options and the full texts."]
+        lines += [] if show_all else [f"--help-all shows {format_count(rest, 'more option')} and the full texts."]
     return "\n".join(lines).rstrip() + "\n"
 
 
@@ -128,6 +129,33 @@ def format_value(value: Any) -> str:
     return "" if value is None else str(value)
 
 
+def format_share(value: Any, num_examples: int) -> str:
+    """Format a score with the digits that this many examples support.
+
+    A share of n examples moves in steps of 1/n, and its standard error is up to 0.5 / sqrt(n). So digits finer than a
+    step, or than a tenth of that error, are left out. Numbers above 1 are no shares.
+
+    >>> format_share(10 / 12, 12), format_share(0.84317, 1000), format_share(0.84317, 10_000), format_share(20.123, 12)
+    ('0.83', '0.843', '0.8432', '20.12')
+    """
+    if not isinstance(value, float) or not abs(value) <= 1 or num_examples < 1:
+        return format_value(value)
+    decimals = min(math.ceil(math.log10(num_examples)), math.ceil(math.log10(20 * math.sqrt(num_examples))))
+    return f"{value:.{min(max(decimals, 2), 4)}f}"
+
+
+def format_with_deviation(values: Sequence[Any], deviation: float) -> list[str]:
+    """Format scores and their standard deviation with two digits of the deviation.
+
+    >>> format_with_deviation([0.73121, 0.02134], 0.02134), format_with_deviation([41.2345, 1.2345], 1.2345)
+    (['0.731', '0.021'], ['41.2', '1.2'])
+    """
+    if not (math.isfinite(deviation) and deviation > 0):
+        return [format_value(value) for value in values]
+    decimals = min(max(1 - math.floor(math.log10(deviation)), 0), 4)
+    return [f"{value:,.{decimals}f}" if isinstance(value, float) else format_value(value) for value in values]
+
+
 def format_magnitude(number: float) -> str:
     """
     >>> format_magnitude(124_439_808), format_magnitude(1.5e12)
@@ -144,8 +172,16 @@ def print_seeds(result: Mapping[str, Any], dev: str, output_dir: str) -> None:
     from firth.evaluate import seed_table
 
     names, rows = seed_table(result)
-    show_table(f"{result['task']} on {dev}", names, [[format_value(value) for value in row] for row in rows])
+    show_table(f"{result['task']} on {dev}", names, format_score_rows(names, rows))
     say(f"The model is {output_dir}/final, the report {result['report']}.")
+
+
+def format_score_rows(names: Sequence[str], rows: Iterable[Sequence[Any]]) -> list[list[str]]:
+    """Format the rows of a table of scores; a column "deviation" says how many digits mean something."""
+    if "deviation" not in names:
+        return [[format_value(value) for value in row] for row in rows]
+    column = list(names).index("deviation")
+    return [format_with_deviation(row, row[column] if isinstance(row[column], float) else math.nan) for row in rows]
 
 
 def print_arms(result: Mapping[str, Any]) -> None:
@@ -156,13 +192,14 @@ def print_arms(result: Mapping[str, Any]) -> None:
     names, rows = arm_table(
         {Path(arm["output_dir"]).name: {**arm, "metric": result["metric"]} for arm in (result, other)}
     )
-    show_table(f"{result['task']} from two starts", names, [[format_value(value) for value in row] for row in rows])
+    show_table(f"{result['task']} from two starts", names, format_score_rows(names, rows))
     say(f"The model is {result['output_dir']}/final, the report {result['report']}.")
 
 
 def print_evaluation(result: Mapping[str, Any]) -> None:
-    rows = [(name, format_value(value)) for name, value in result["metrics"].items()]
-    groups = [(f"  {name}", format_value(value)) for name, value in result.get("by_group", {}).items()]
+    n = result["examples"]
+    rows = [(name, format_share(value, n)) for name, value in result["metrics"].items()]
+    groups = [(f"  {name}", format_share(value, n)) for name, value in result.get("by_group", {}).items()]
     if rows:
         name = ", ".join(result["data"]) if isinstance(result["data"], list) else result["data"]
         title = f"{result['task']} on {name}: {format_count(result['examples'], 'example')}"
@@ -173,8 +210,8 @@ def print_evaluation(result: Mapping[str, Any]) -> None:
 def print_suite(result: Mapping[str, Any]) -> None:
     from firth.evaluate import suite_table
 
-    rows = [[format_value(value) for value in row] for row in suite_table(result)]
-    show_table(f"{result['suite']}: {result['checkpoint']}", ["task", "metrics", "how", "score", "deviation"], rows)
+    names = ["task", "metrics", "how", "score", "deviation"]
+    show_table(f"{result['suite']}: {result['checkpoint']}", names, format_score_rows(names, suite_table(result)))
     say(f"The report is {result['report']}.")
 
 

@@ -14,8 +14,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import fields
 from typing import Any
 
-import torch
-
 from firth.core.errors import UserError
 from firth.models import PRESETS
 from firth.recipes import pretraining_recipe, update_recipe
@@ -72,6 +70,8 @@ def program() -> list[str]:
 
 def pretrain_commands(tokenizer: Tokenizer, models: Sequence[Mapping[str, Any]], row_length: int) -> list[str]:
     """Return a pretraining command for each architecture that can use the tokenizer."""
+    import torch  # takes seconds to load: a mistake in the command line is reported before
+
     has_gpu, lines = torch.cuda.is_available(), []
     for architecture, purpose in PURPOSES.items():
         own = [model for model in models if model["architecture"] == architecture]
