@@ -13,7 +13,15 @@ import pytest
 import firth.evaluate.examples_page as examples_page
 from firth.core.html import HtmlPage
 from firth.evaluate import write_run_report
-from firth.evaluate.examples_page import ExampleRow, add_examples, answer_row, entity_row, make_section, text_row
+from firth.evaluate.examples_page import (
+    ExampleRow,
+    add_examples,
+    answer_row,
+    entity_row,
+    label_row,
+    make_section,
+    text_row,
+)
 from firth.evaluate.marked import diff_words
 from firth.metrics import format_metric
 from firth.tasks import Prediction
@@ -154,6 +162,13 @@ def test_the_report_of_a_run_has_confidences_and_percentages(tmp_path: Path) -> 
     html = write_run_report(tmp_path, result | {"metric": "entity_f1"}, [example]).read_text(encoding="utf-8")
     assert '<td class="number">66.7%</td>' in html
     assert "missed: LOC 70%" in html
+
+
+def test_a_choice_is_shown_as_its_text() -> None:
+    example = Example(1, ("The lake is", "dry.", "full of fish."), 1)
+    row, none = (label_row("choice", example, Prediction(p)) for p in (0, None))
+    assert [text for line in (-2, -1) for text, _, _ in marks(row, line)] == ["dry.", "full of fish."]
+    assert marks(none, -2)[0][0] == "(none)"
 
 
 def test_many_classes_have_a_list_of_confusions() -> None:

@@ -262,6 +262,8 @@ def gold_answer(task: str, example: Example) -> Any:
 def name_label(task: str, example: Example, label: Any) -> str:
     """Return a label as text; a choice is shown, not its index."""
     choices = example.texts[1:]
+    if label is None:
+        return NO_LABEL
     if task == "choice" and isinstance(label, int):
         return shorten([Part(choices[label])])[0].text if 0 <= label < len(choices) else NO_LABEL
     return label if isinstance(label, str) else json.dumps(label, ensure_ascii=False)
