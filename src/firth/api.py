@@ -445,7 +445,12 @@ def pretrain_static(
     kind, vocab_size = STATIC_TOKENIZERS[name]
     new_tokenizer_args = [kind, data_options.vocab_size or vocab_size, data_options.lowercase]
     source = open_data_source(sources, tokenizer, data_options, new_tokenizer_args)
-    from firth.evaluate.neighbours import next_vector_commands, sample_neighbours, write_vector_report
+    from firth.evaluate.neighbours import (
+        next_vector_commands,
+        sample_neighbours,
+        write_interrupted_vector_report,
+        write_vector_report,
+    )
     from firth.evaluate.pretraining_report import write_ngram_report
     from firth.evaluate.vectors import load_word_vectors
     from firth.static.train import run_static_recipe  # loads numba
@@ -456,7 +461,13 @@ def pretrain_static(
         shards = source.make_shards(folder)[""]
         recipe = replace(recipe, data=shards, tokenizer=open_shards(Path(shards)).tokenizer.fingerprint)
         clock.save()
-        results = run_static_recipe(folder, recipe, resume, clock.start_time)
+        try:
+            results = run_static_recipe(folder, recipe, resume, clock.start_time)
+        except Interrupted as e:
+            if e.code == Interrupted.code:
+                with report_errors():
+                    write_interrupted_vector_report(folder, name)
+            raise
         with report_errors():
             if name == "ngram":
                 return {**results, **write_ngram_report(folder, results)}

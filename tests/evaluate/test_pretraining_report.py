@@ -170,3 +170,18 @@ def test_static_models(model: str, corpus_file: Path, tmp_path: Path) -> None:
     assert result["report"] == str(tmp_path / "run" / "report.html")
     assert result["next"] in page.replace("&#34;", '"').replace(" \\\n    ", " ")
     assert "nats better than word frequencies" in result["summary"] or model != "ngram"
+
+
+def test_interrupted_word_vectors(corpus_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from firth.static.learners import Word2VecTrainer
+
+    real = Word2VecTrainer.step
+
+    def stopped(self: Any, number: int, pool: Any) -> Any:
+        os.kill(os.getpid(), signal.SIGINT)
+        return real(self, number, pool)
+
+    monkeypatch.setattr(Word2VecTrainer, "step", stopped)
+    with pytest.raises(Interrupted):
+        firth.pretrain("word2vec", corpus_file, tmp_path / "run", max_steps=3, save_steps=1)
+    assert "nearest words" in (tmp_path / "run" / "report.html").read_text()

@@ -11,6 +11,7 @@ import pytest
 import yaml
 
 import firth
+from firth.core import console
 from firth.core.errors import UserError
 from firth.core.files import replace_nonfinite
 
@@ -54,12 +55,19 @@ def test_both_arms_and_their_difference(
 
 
 def test_another_checkpoint_as_the_other_arm(
-    checkpoint_of: Checkpoints, toy: Toy, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    checkpoint_of: Checkpoints,
+    toy: Toy,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """An arm against itself has no difference; two seeds are not judged."""
+    """An arm against itself has no difference; two seeds are not judged. The time left covers arms and seeds."""
+    series: list[int] = []
+    monkeypatch.setattr("firth.train.loop.format_time_left", lambda s: str(series.append(len(console._open_series))))
     same = run(checkpoint_of("bert"), toy, tmp_path / "run", str(checkpoint_of("bert")), seeds=2)
     assert (same["comparison"]["difference"], same["comparison"]["over"]) == (0.0, "examples")
     assert same["against"]["output_dir"] == str(tmp_path / "run" / "against")
+    assert series == [2] * 4
     assert "2 and 2 seeds are too few" in " ".join(capsys.readouterr().err.split())
 
 

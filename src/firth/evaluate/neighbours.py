@@ -9,14 +9,14 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from firth.core.console import track
+from firth.core.console import say, track
 from firth.core.errors import UserError, did_you_mean
 from firth.core.files import atomic_folder
 from firth.core.html import HtmlPage, plot_loss_curve
 from firth.evaluate.report import format_commands, log_points
-from firth.evaluate.vectors import WordVectors, vectors_to_model
+from firth.evaluate.vectors import WordVectors, load_word_vectors, vectors_to_model
 from firth.models import write_model
-from firth.train import read_log
+from firth.train import last_checkpoint, read_log
 
 VECTOR_FORMATS = ("word2vec", "glove", "firth")
 MAX_SAMPLE_WORDS = 12  # words whose neighbours a report shows
@@ -100,6 +100,16 @@ def next_vector_commands(folder: Path, neighbours: Mapping[str, Sequence[str]]) 
         ),
         "Write the vectors for gensim": f"firth export {model} --output-dir vectors --format word2vec",
     }
+
+
+def write_interrupted_vector_report(folder: Path, name: str) -> None:
+    """Write the report of an interrupted run from its log and its last checkpoint, if there is one."""
+    if (checkpoint := last_checkpoint(folder)) is None:
+        return
+    vectors, line = load_word_vectors(checkpoint), read_log(folder / "log.jsonl")[-1]
+    facts = {"steps": line["step"], "loss": line["loss"], "words": len(vectors.words), "tokens": line["tokens"]}
+    report = write_vector_report(folder, name, {**facts, "similar": sample_neighbours(vectors)})
+    say(f"The report so far is {report}.")
 
 
 def write_vector_report(folder: Path, name: str, results: dict[str, Any]) -> Path:

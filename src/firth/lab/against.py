@@ -12,7 +12,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from firth.core.console import format_count, quiet, say
+from firth.core.console import format_count, quiet, run_series, say
 from firth.core.errors import UserError
 from firth.core.files import write_results
 from firth.core.html import HtmlPage
@@ -54,13 +54,15 @@ def finetune_against(
         start = "the same model from random weights" if other.from_scratch else other.checkpoint
         say(f"Arm 1 of 2: fine-tuning {start}, for comparison ({seeds})")
         other = replace(other, output_dir=str(first), minutes=recipe.minutes / 2)
-        results = {first.name: run_arm(other, resume, allow_change)}
-        say(f"Arm 2 of 2: fine-tuning {recipe.checkpoint} ({seeds})")
-        if recipe.minutes:
-            resolved = load_recipe(first / "recipe.yaml", FinetuneRecipe)
-            recipe = replace(recipe, minutes=0.0, **{name: getattr(resolved, name) for name in SCHEDULE_FIELDS})
-        second = replace(recipe, output_dir=str(folder / FINETUNED_FOLDER), baseline=str(first))
-        results = {FINETUNED_FOLDER: run_arm(second, resume, allow_change)} | results
+        with run_series([1.0, 1.0]) as series:
+            results = {first.name: run_arm(other, resume, allow_change)}
+            series.end_run()
+            say(f"Arm 2 of 2: fine-tuning {recipe.checkpoint} ({seeds})")
+            if recipe.minutes:
+                resolved = load_recipe(first / "recipe.yaml", FinetuneRecipe)
+                recipe = replace(recipe, minutes=0.0, **{name: getattr(resolved, name) for name in SCHEDULE_FIELDS})
+            second = replace(recipe, output_dir=str(folder / FINETUNED_FOLDER), baseline=str(first))
+            results = {FINETUNED_FOLDER: run_arm(second, resume, allow_change)} | results
         report = write_comparison_report(folder, recipe, results)
         names = ("output_dir", "mean", "std", "seeds", "from_scratch")
         against = {"checkpoint": other.checkpoint, **{name: results[first.name][name] for name in names}}
