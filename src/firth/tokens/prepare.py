@@ -233,7 +233,8 @@ def check_bytes_per_token(train: ShardPartWriter, tokenizer: Tokenizer) -> None:
         raise UserError(
             f"{train.text_bytes:,} bytes of text gave only {format_count(train.num_tokens, 'token')}: there are hardly "
             f"any spaces, and a {tokenizer.kind} tokenizer makes each long run of letters one unknown token. Train "
-            "another kind with `firth tokenizer TEXT --kind byte-bpe --output-dir tok`, and pass --tokenizer tok."
+            "another kind with `firth tokenizer TEXT --kind byte-bpe --output-dir tok`, and start again with "
+            "--tokenizer tok --overwrite."
         )
 
 
