@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 import typer
 
+import firth
 from firth.cli.main import app
 
 ROOT = Path(__file__).parents[1]
@@ -171,3 +172,15 @@ def test_go_installs_what_the_commands_of_the_readme_need() -> None:
     readme = (ROOT / "README.md").read_text(encoding="utf-8")
     needed = {"--check": "transformers", ".parquet": "pyarrow", "hf:": "datasets", "--language": "py3langid"}
     assert {package for feature, package in needed.items() if feature in readme} <= installed
+
+
+def test_the_index_leads_to_every_page() -> None:
+    linked = {target.partition("#")[0] for target in LINK.findall(text_of(ROOT / "docs" / "README.md"))}
+    assert {page.name for page in PAGES if page.parent.name == "docs"} - {"README.md"} <= linked
+
+
+def test_the_api_page_has_every_function() -> None:
+    named = {
+        match[1] for code in inline_code(ROOT / "docs" / "python.md") if (match := re.match(r"firth\.(\w+)", code))
+    }
+    assert set(firth.__all__) - named == set()
