@@ -176,9 +176,10 @@ def tokenizer(
     max_memory: int | None = None,
     seed: int = 0,
     reverse: bool = False,
+    dry_run: bool = False,
     **reading: Any,
 ) -> dict[str, Any]:
-    """Train a tokenizer on text.
+    """Train a tokenizer on text; with `dry_run` only say what would be read and written.
 
     `like` is the folder of a tokenizer or checkpoint, whose kind, normalization and special tokens the new one gets;
     otherwise `kind`, `lowercase`, `pattern` and `byte_fallback` define it. `reverse` reverses every text, for models
@@ -189,6 +190,11 @@ def tokenizer(
     template = None if like is None else load_tokenizer(like)
     corpus = Corpus(texts, **reading)
     size = vocab_size or default_vocab_size(corpus.total_bytes)
+    if dry_run:
+        from firth.lab.dry_run import describe_text
+
+        kind = kind if template is None else template.kind
+        return {"dry_run": True, **describe_text(corpus), "kind": kind, "vocab_size": size, "writes": str(folder)}
     if template is not None:
         new = retrain_tokenizer(template, corpus.texts(), size, max_memory, seed)
     else:
@@ -214,9 +220,10 @@ def prepare(
     workers: int = 0,
     max_memory: int | None = None,
     dedup: str = "exact",
+    dry_run: bool = False,
     **reading: Any,
 ) -> dict[str, Any]:
-    """Tokenize text into shards.
+    """Tokenize text into shards; with `dry_run` only say what would be read and written.
 
     `salient` marks names, numbers and dates ("default"), or the spans that a function finds. `workers` processes (0:
     one per core) share `max_memory` bytes; the shards do not depend on either. `dedup` drops duplicate documents:
@@ -226,6 +233,11 @@ def prepare(
     check_held_out_share(held_out)
     find = load_salient_finder(salient) if isinstance(salient, str) else salient
     corpus, loaded = Corpus(texts, **reading), load_tokenizer(Path(tokenizer))
+    if dry_run:
+        from firth.lab.dry_run import describe_shards
+
+        check_output_folder(folder, "--output-dir", overwrite or resume)
+        return {"dry_run": True, **describe_shards(corpus, folder)}
     if resume and is_shards_folder(folder) and find_corruption(folder) is None:
         check_shard_tokenizer(folder, tokenizer)
         check_shard_salient(folder, find)
@@ -319,6 +331,7 @@ def pretrain(
     allow_change: bool = False,
     rewind: int | None = None,
     add_words: bool = False,
+    dry_run: bool = False,
     **options: Any,
 ) -> dict[str, Any]:
     """Pretrain a model (preset, config or checkpoint) on shards or on text.
@@ -326,7 +339,8 @@ def pretrain(
     `options` are fields of the recipe, and arguments of Corpus: `documents`, `columns`, `normalize` and so on;
     `overrides` sets nested fields by their dotted names. A resumed run whose recipe or shards have changed is refused
     unless `allow_change`. `rewind` resumes at least N steps before the first skipped step, and skips the data between.
-    `add_words` adds the text's words to the word tokenizer of a checkpoint.
+    `add_words` adds the text's words to the word tokenizer of a checkpoint. `dry_run` estimates the run and writes
+    nothing.
     """
     start_time = time.monotonic()
     silence_other_ranks()
@@ -337,6 +351,8 @@ def pretrain(
             raise UserError(f"{model} takes no --objective: leave it out.")
         if add_words:
             raise UserError(f"{model} takes no --add-words: leave it out.")
+        if dry_run:
+            raise UserError(f"{model} takes no --dry-run: it is for models of layers. Leave it out.")
         changes = merge_recipe_changes(
             config, options, overrides, {"output_dir": str(output_dir), "data": "", "tokenizer": ""}
         )
@@ -347,9 +363,12 @@ def pretrain(
     )
     from firth.evaluate.pretraining_report import write_interrupted_report, write_pretraining_report_and_card
     from firth.train import pretrain_in_folder
-    from firth.train.folder import shared_run_folder
+    from firth.train.folder import check_run_folder, shared_run_folder
     from firth.train.launch import init_distributed
 
+    if dry_run:
+        check_run_folder(Path(output_dir), resume, overwrite, plan.inputs)
+        return {"dry_run": True, **plan.describe()}
     dist, path = init_distributed(plan.recipe), Path(output_dir)
     if dist.is_restart(str(output_dir)):
         resume, overwrite, rewind = True, False, None
@@ -647,6 +666,22 @@ class PretrainPlan:
             folder, lambda tokenizer: objective.check(tokenizer.vocab, objective.source_length(length))
         )
 
+    def describe(self) -> dict[str, Any]:
+        """What the run would do, for --dry-run: the tokens of shards are counted, those of text are estimated."""
+        from firth.lab.dry_run import describe_pretraining, describe_text
+
+        source, recipe = self.data_source, self.recipe
+        if source.corpus is None:
+            shards = [open_shards(Path(folder)) for folder in source.by_name.values() if isinstance(folder, str)]
+            num_tokens, vocab = sum(part.num_tokens for part in shards), shards[0].tokenizer.vocab.size
+            data: dict[str, Any] = {"reads": list(map(str, source.sources)), "tokens": num_tokens}
+        else:
+            data = describe_text(source.corpus)
+            num_tokens, default = data["estimated_tokens"], default_vocab_size(source.corpus.total_bytes)
+            vocab = source.tokenizer.vocab.size if source.tokenizer else source.new_tokenizer_args[1] or default
+        config = recipe.model if self.keeps_vocab_size else replace(recipe.model, vocab_size=vocab)
+        return describe_pretraining(recipe, config, data, num_tokens)
+
     def resolve_recipe(self, shards: Mapping[str, str]) -> Recipe:
         """The recipe with the fields that depend on the shards: paths, tokenizer and vocabulary size."""
         tokenizer, recipe = open_shards(Path(next(iter(shards.values())))).tokenizer, self.recipe
@@ -848,6 +883,7 @@ def finetune(
     allow_change: bool = False,
     rewind: int | None = None,
     against: str | Path | None = None,
+    dry_run: bool = False,
     **options: Any,
 ) -> dict[str, Any]:
     """Fine-tune a checkpoint on a task with several seeds; return the mean and standard deviation of the scores.
@@ -861,6 +897,7 @@ def finetune(
 
     `against` fine-tunes a second arm with the same settings, and tests the difference: "scratch" starts from random
     weights, a folder from another checkpoint. The arms are the runs finetuned/ and scratch/ (or against/).
+    `dry_run` estimates the run and writes nothing.
     """
     require_single_process("Fine-tuning runs in one process: start one run per GPU for several seeds.")
     named: dict[str, Any] = {"output_dir": str(output_dir), **({"columns": dict(columns)} if columns else {})}
@@ -887,6 +924,12 @@ def finetune(
     plan = make_plan(checkpoint)
     if plan.parallel != "none":
         raise UserError(f"parallel={plan.parallel} is for pretraining: fine-tuning runs in one process. Leave it out.")
+    if dry_run:
+        from firth.lab.dry_run import describe_finetuning
+        from firth.train.folder import check_run_folder
+
+        check_run_folder(Path(output_dir), resume, overwrite, [plan.checkpoint, *plan.label_files])
+        return {"dry_run": True, **describe_finetuning(plan, num_arms=1 if against is None else 2)}
     if against is not None:
         given = {"--from-scratch": plan.from_scratch, "--target-text": target_text, "--rewind": rewind is not None}
         if wrong := next((name for name, value in given.items() if value), None):

@@ -112,6 +112,31 @@ def tree(folder: Path) -> dict[str, bytes | None]:
 # --- what works
 
 
+def test_a_dry_run_counts_and_writes_nothing(firth: Firth, paths: dict[str, Path], tmp_path: Path) -> None:
+    """The same parameters and steps as the run itself has."""
+    out = ["--output-dir", tmp_path / "out"]
+    text = ["tokenizer", paths["text"], *out], ["prepare", paths["text"], "--tokenizer", paths["bert-tokenizer"], *out]
+    small = ["--max-seq-length=32", "--num-train-epochs=1", "--no-compile", "model.num_layers=1", "model.dim=32"]
+    pretraining = ["pretrain", "bert-tiny", "--data", paths["bert-shards"], *small, "--per-device-train-batch-size=64"]
+    files = ["--task", "classify", "--train", paths["train"], "--dev", paths["dev"]]
+    tuning = ["finetune", paths["bert"], *files, "--seeds=2", "--against", "scratch", *out]
+    before, found = tree(paths["text"].parent), {}
+    for words in (*text, [*pretraining, *out], tuning):
+        done = firth(*words, "--dry-run", "--json")
+        assert done.code == 0, done.err
+        found[words[0]] = done.json
+        assert (done.json["dry_run"], done.json["writes"]) == (True, str(tmp_path / "out"))
+        assert not list(tmp_path.iterdir())
+    assert tree(paths["text"].parent) == before
+    assert found["tokenizer"]["text_bytes"] == found["prepare"]["text_bytes"] == paths["text"].stat().st_size
+    assert (found["finetune"]["runs"], found["finetune"]["steps"], found["finetune"]["dev_examples"]) == (4, 200, 8)
+    assert "memory, without activations" in firth(*pretraining, *out, "--dry-run").out
+    run = firth(*pretraining, *out, "--json").json
+    assert run["parameters"] == found["pretrain"]["parameters"]
+    assert abs(run["steps"] - found["pretrain"]["steps"]) <= 1  # packed rows have some padding
+    assert firth(*pretraining, *out, "--dry-run").code == 2  # the folder exists already
+
+
 def test_tokenizer_and_prepare(firth: Firth, paths: dict[str, Path], tmp_path: Path) -> None:
     words = ["--kind", "wordpiece", "--vocab-size", 200, "--output-dir", tmp_path / "t", "--json"]
     done = firth("tokenizer", paths["text"], *words)

@@ -209,8 +209,8 @@ def finetune(json: bool, resume: bool, resume_from_checkpoint: bool = False, **o
         if not (options[name] or configured.get("tasks") or is_inferred):
             raise UserError(f"--{name} is missing: give it, or a --config file that has it.")
     result = api.finetune(resume=resume or resume_from_checkpoint, **options)
-    if json:
-        render.print_json(result)
+    if json or result.get("dry_run"):
+        render.print_result(result, json, "Fine-tuning")
     elif "against" in options:
         render.print_arms(result)
     else:

@@ -42,7 +42,7 @@ REQUIRED, TEXT, DATA, TRAINING, COMPUTE, RUN, OUTPUT, KEY_VALUE = (
 # Topic in --help of each option, by the dataclass that has it; required ones are under "Required".
 TOPICS = {
     TEXT: "documents encoding normalize min_words max_words min_characters max_characters language",
-    RUN: "config resume resume_from_checkpoint allow_change rewind kills minutes all seed",
+    RUN: "config resume resume_from_checkpoint allow_change rewind kills minutes all seed dry_run",
     OUTPUT: "output_dir overwrite json rows stream",
     "Suites": "suite tasks seeds",
     "Tasks (each takes some of these)": "method max_seq_length stride delimiter train threshold ensemble limit "
@@ -487,6 +487,11 @@ class ResumeOptions:
     )
 
 
+@dataclass(kw_only=True)
+class DryRunOptions:
+    dry_run: bool = option(False, "Say what would be read, computed and written; write nothing.")
+
+
 # --- the options of each command
 
 
@@ -526,7 +531,7 @@ class CheckOptions(TextArguments, JsonOptions):
 
 
 @dataclass(kw_only=True)
-class TokenizerOptions(TextArguments, OutputOptions):
+class TokenizerOptions(TextArguments, OutputOptions, DryRunOptions):
     output_dir: str = option(..., "Write the tokenizer to this folder.", "FOLDER")
     kind: str | None = option(
         None,
@@ -551,7 +556,7 @@ class TokenizerOptions(TextArguments, OutputOptions):
 
 
 @dataclass(kw_only=True)
-class PrepareOptions(TextArguments, OutputOptions):
+class PrepareOptions(TextArguments, OutputOptions, DryRunOptions):
     tokenizer: str = option(..., "Tokenize with the tokenizer in this folder or checkpoint.", "FOLDER")
     output_dir: str = option(..., "Write the shards to this folder.", "FOLDER")
     held_out: float = option(0.05, "Hold out this fraction of the documents for evaluation.")
@@ -569,7 +574,7 @@ class PrepareOptions(TextArguments, OutputOptions):
 
 
 @dataclass(kw_only=True)
-class PretrainOptions(PretrainDataOptions, ResumeOptions):
+class PretrainOptions(PretrainDataOptions, ResumeOptions, DryRunOptions):
     output_dir: str = option(..., "Write the run to this folder.", "FOLDER")
     add_words: bool = option(
         False, "Add the text's words to the word tokenizer of the checkpoint (ULMFiT).", common=False
@@ -590,7 +595,7 @@ class ShowOptions(PretrainDataOptions):
 
 
 @dataclass(kw_only=True)
-class FinetuneOptions(RecipeOptions, ResumeOptions):
+class FinetuneOptions(RecipeOptions, ResumeOptions, DryRunOptions):
     checkpoint: str = option(..., "A checkpoint folder, ours or a published one.", argument=True)
     task: list[str] | None = option(
         None, f"Fine-tune for {', '.join(FINETUNE_TASKS)}.", "NAME", required=True, parse_all=parse_named

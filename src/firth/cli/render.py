@@ -10,8 +10,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from firth.core.console import escape_character, format_count, say, show_table, stdout_console
-from firth.core.files import replace_nonfinite
+from firth.core.console import escape_character, format_count, format_duration, say, show_table, stdout_console
+from firth.core.files import format_bytes, replace_nonfinite
 
 if TYPE_CHECKING:
     import numpy as np
@@ -95,6 +95,8 @@ def print_result(result: Mapping[str, Any], as_json: bool, title: str) -> None:
     if as_json:
         print_json(result)
         return
+    if result.get("dry_run"):
+        result, title = readable_estimate(result), f"{title}, not started: what it would take"
     rows = list[tuple[str, str]]()
     for name, value in result.items():
         if isinstance(value, dict) and any(isinstance(part, list) for part in value.values()):
@@ -111,6 +113,25 @@ def print_pretraining(result: Mapping[str, Any], as_json: bool) -> None:
     if not as_json and "report" in result:
         say(f"The report is {result['report']}.")
         say(f"{result['summary']}; next: {result['next']}")
+
+
+def readable_estimate(result: Mapping[str, Any]) -> dict[str, Any]:
+    """A dry run's result with sizes and times as text.
+
+    >>> readable_estimate({"dry_run": True, "memory_bytes": 16_000_000, "seconds": 90.0, "steps": 3})
+    {'memory, without activations': '16.0 MB', 'time, about': '1m30s', 'steps': 3}
+    """
+    found = dict[str, Any]()
+    for name, value in result.items():
+        if name == "seconds":
+            found["time, about"] = format_duration(value)
+        elif name == "memory_bytes":
+            found["memory, without activations"] = format_bytes(value)
+        elif name.endswith("_bytes"):
+            found[name.removesuffix("_bytes").replace("_", " ")] = format_bytes(value)
+        elif name != "dry_run":
+            found[name.replace("_", " ")] = value
+    return found
 
 
 def format_value(value: Any) -> str:

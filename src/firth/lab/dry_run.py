@@ -1,0 +1,113 @@
+"""--dry-run: what a command would read, compute and write, without writing anything.
+
+Shards and labelled examples are counted; the tokens of a text that is not tokenized yet are estimated from its size.
+Steps, memory and disk follow from the recipe (`train/resources.py`), the time from a matrix product on this machine.
+"""
+
+from __future__ import annotations
+
+import math
+import shutil
+from pathlib import Path
+from typing import Any
+
+from firth.models import ModelConfig, read_config
+from firth.tasks import FinetuneRecipe
+from firth.tasks.finetune import (
+    DEFAULT_FINETUNE_EPOCHS,
+    MIN_DEFAULT_STEPS,
+    FinetuneData,
+    check_task,
+    estimate_finetuning,
+    make_run_task,
+    read_finetune_data,
+)
+from firth.text import Corpus
+from firth.tokens import load_tokenizer
+from firth.train import Recipe
+from firth.train.distributed import SINGLE_PROCESS, select_device
+from firth.train.recipe import TrainingConfig
+from firth.train.resources import (
+    ResourceEstimate,
+    available_memory,
+    check_resources,
+    estimate_resources,
+    measure_flops,
+)
+
+BYTES_PER_TOKEN = 4  # of UTF-8 text with a subword tokenizer, about
+BYTES_PER_SHARD_TOKEN = 2.25  # uint16, and two bits: starts a word, ends a sentence
+
+
+def describe_text(corpus: Corpus) -> dict[str, Any]:
+    """Return the files and the size of a text, and its number of tokens, estimated."""
+    return {
+        "reads": list(map(str, corpus.paths)),
+        "files": len(corpus.files),
+        "text_bytes": corpus.total_bytes,
+        "estimated_tokens": corpus.total_bytes // BYTES_PER_TOKEN,
+    }
+
+
+def free_disk_bytes(folder: Path) -> int:
+    return shutil.disk_usage(next(p for p in (folder, *folder.absolute().parents) if p.exists())).free
+
+
+def describe_shards(corpus: Corpus, output_dir: Path) -> dict[str, Any]:
+    """Return what `prepare` would read and write."""
+    text = describe_text(corpus)
+    disk = round(BYTES_PER_SHARD_TOKEN * text["estimated_tokens"])
+    return {**text, "writes": str(output_dir), "disk_bytes": disk, "free_disk_bytes": free_disk_bytes(output_dir)}
+
+
+def describe_pretraining(recipe: Recipe, config: ModelConfig, data: dict[str, Any], num_tokens: int) -> dict[str, Any]:
+    """Return what a pretraining with this model would read, compute and write; refuse what cannot fit."""
+    estimate = estimate_resources(config, recipe)
+    rows = math.ceil(num_tokens / recipe.max_seq_length)
+    steps = recipe.max_steps or math.ceil(recipe.num_train_epochs * rows / recipe.global_batch_size)
+    plan = describe_training(recipe, estimate, steps, None if recipe.checkpoint else num_tokens)
+    tokens_read = {"tokens_read": plan["steps"] * recipe.global_batch_size * recipe.max_seq_length}
+    return {**data, "vocab_size": config.vocab_size, **plan, **tokens_read}
+
+
+def describe_finetuning(recipe: FinetuneRecipe, num_arms: int = 1) -> dict[str, Any]:
+    """Return what a fine-tuning would read, compute and write; refuse what cannot fit."""
+    check_task(recipe)
+    data, config = read_finetune_data(recipe), read_config(recipe.checkpoint)
+    task = make_run_task(recipe, data.train, load_tokenizer(recipe.checkpoint), config)
+    estimate = estimate_finetuning(recipe, task, config)
+    runs = recipe.seeds * num_arms
+    plan = describe_training(recipe, estimate, count_finetune_steps(recipe, data), None, runs)
+    counts = {"train_examples": len(data.train), "dev_examples": len(data.dev)}
+    return {"reads": [recipe.checkpoint, *recipe.label_files], **counts, "seeds": recipe.seeds, "runs": runs, **plan}
+
+
+def count_finetune_steps(recipe: FinetuneRecipe, data: FinetuneData) -> int:
+    examples = min(recipe.shots or len(data.train), len(data.train))
+    epochs = recipe.num_train_epochs or DEFAULT_FINETUNE_EPOCHS
+    planned = math.ceil(epochs * examples / recipe.global_batch_size)
+    return recipe.max_steps or (planned if recipe.num_train_epochs else max(planned, MIN_DEFAULT_STEPS))
+
+
+def describe_training(
+    training: TrainingConfig, estimate: ResourceEstimate, steps: int, num_tokens: int | None, num_runs: int = 1
+) -> dict[str, Any]:
+    """Return steps, memory, disk and time of `num_runs` equal runs. `minutes` set the steps, at the estimated speed."""
+    folder, device = Path(training.output_dir), select_device(SINGLE_PROCESS, training)
+    check_resources(estimate, folder, device, num_tokens=num_tokens)
+    step_seconds = estimate.step_seconds(measure_flops(device))
+    if training.minutes:
+        fitting = max(1, int(60 * training.minutes / num_runs / step_seconds))
+        steps = min(fitting, training.max_steps or fitting)
+    return {
+        "parameters": estimate.parameters,
+        "steps": steps,
+        "rows_per_step": training.global_batch_size,
+        "row_length": training.max_seq_length,
+        "memory_bytes": estimate.memory_bytes,
+        "free_memory_bytes": available_memory(device),
+        "checkpoint_bytes": estimate.checkpoint_bytes,
+        "free_disk_bytes": free_disk_bytes(folder),
+        "seconds": num_runs * steps * step_seconds,
+        "writes": training.output_dir,
+    }
