@@ -7,20 +7,27 @@ import importlib
 import random
 import time
 from collections.abc import Callable
+from contextlib import nullcontext
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
 from firth import api
 from firth.core.errors import UserError
 from firth.lab.prove_resume import compare_runs
-from firth.train import Recipe, load_recipe, pretrain
+from firth.train import ComputeConfig, Recipe, load_recipe, pretrain, read_log
 from firth.train.clock import CLOCK_FILE, RunClock
+from firth.train.compute import choose_threads, limit_threads, thread_choices
+from firth.train.resume import merge_recipe
 
 clocks = importlib.import_module("firth.train.clock")
 pretraining = importlib.import_module("firth.train.pretrain")  # the name in firth.train is the function
+replanning = importlib.import_module("firth.train.replan")
+CPU = ComputeConfig(torch.device("cpu"), bf16=False, compile=False)
 SOURCE = Path(__file__).parents[2] / "src" / "firth"
 Recipes = Callable[..., Recipe]
 SMALL = {"model.num_layers": 1, "model.dim": 32, "model.mlp.dim": 64}
@@ -32,7 +39,7 @@ class Hand:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.now = 1000.0
-        for module in (clocks, pretraining, api):
+        for module in (clocks, pretraining, replanning, api):
             monkeypatch.setattr(module, "time", SimpleNamespace(monotonic=lambda: self.now))
 
 
@@ -121,7 +128,7 @@ def planned(recipe: Recipe) -> int:
 def test_minutes_use_the_monotonic_clock(
     recipe_of: Recipes, tmp_path: Path, hand: Hand, jumping: list[float], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """2 seconds a step and 1 an evaluation: a minute less 10 evaluations is 25 steps. A resume plans the same steps."""
+    """2 seconds a step and 1 an evaluation: a minute less 6 evaluations is 27 steps. A resume plans the same steps."""
     monkeypatch.setattr(pretraining, "time_steps", lambda *given, **named: (2.0, 1.0))
     recipe = recipe_of("bert", minutes=1.0, max_steps=0, eval_rows=4, save_steps=10)
 
@@ -133,16 +140,16 @@ def test_minutes_use_the_monotonic_clock(
     monkeypatch.setattr(pretraining, "TrainingRun", lambda *a, **k: plain(*a, **k, hooks=[(1, stop)]))
     with pytest.raises(KeyboardInterrupt):
         pretrain(recipe)
-    assert planned(recipe) == 25
+    assert planned(recipe) == 27
     monkeypatch.setattr(pretraining, "TrainingRun", plain)
     hand.now += 1e6
-    assert pretrain(recipe, resume=True)["steps"] == planned(recipe) == 25
+    assert pretrain(recipe, resume=True)["steps"] == planned(recipe) == 27
 
 
 def test_a_resume_counts_the_time_used_before(
     corpus_file: Path, tmp_path: Path, hand: Hand, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Training the tokenizer took 40 of 60 seconds before the run was stopped: 10 are left for 5 steps of 2."""
+    """Training the tokenizer took 40 of 60 seconds before the run was stopped: 18 are left for 9 steps of 2."""
     monkeypatch.setattr(pretraining, "time_steps", lambda *given, **named: (2.0, 1.0))
     plain = api.train_run_tokenizer
 
@@ -162,10 +169,78 @@ def test_a_resume_counts_the_time_used_before(
             api.pretrain("bert-tiny", corpus_file, tmp_path / "run", **words)
     hand.now += 1e6
     result = api.pretrain("bert-tiny", corpus_file, tmp_path / "run", resume=True, **words)
-    assert result["steps"] == 5
+    assert result["steps"] == 9
     assert result["seconds"] == 40
     again = api.pretrain("bert-tiny", corpus_file, tmp_path / "anew", **words)
-    assert again["steps"] == 25
+    assert again["steps"] == 27
+
+
+def test_a_run_is_planned_again_when_its_steps_are_slower_and_resumes_exactly(
+    recipe_of: Recipes, tmp_path: Path, hand: Hand, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """2 seconds a step were timed, and 4 pass: at step 8 the plan of 30 steps becomes one of 15."""
+    monkeypatch.setattr(pretraining, "time_steps", lambda *given, **named: (2.0, 0.0))
+    plain = pretraining.TrainingRun
+
+    def start(name: str, stop_at: int = 0, **fields: Any) -> Recipe:
+        def pass_time(step: int, model: Any) -> None:
+            hand.now += 4
+            if step == stop_at:
+                raise KeyboardInterrupt
+
+        recipe = recipe_of(
+            "bert", 0.1, output_dir=str(tmp_path / name), minutes=1.0, max_steps=0, save_steps=6, **fields
+        )
+        monkeypatch.setattr(pretraining, "TrainingRun", lambda *a, **k: plain(*a, **k, hooks=[(1, pass_time)]))
+        with pytest.raises(KeyboardInterrupt) if stop_at else nullcontext():
+            pretrain(recipe)
+        monkeypatch.setattr(pretraining, "TrainingRun", plain)
+        return recipe
+
+    straight = start("straight")
+    assert planned(straight) == 15
+    assert read_log(tmp_path / "straight" / "log.jsonl")[-1]["step"] == 15
+    for stop_at in (7, 11):  # before and after the new plan
+        stopped = start(f"stopped-{stop_at}", stop_at)
+        assert planned(stopped) == (30 if stop_at == 7 else 15)
+        assert pretrain(stopped, resume=True)["steps"] == planned(stopped), "a resumed run keeps its last plan"
+    assert all(compare_runs(tmp_path / "straight", tmp_path / "stopped-11").values())
+    # an interval and a number of steps that the user has set stay
+    chosen = load_recipe(Path(start("chosen", eval_steps=5, warmup_steps=2).output_dir) / "recipe.yaml", Recipe)
+    assert (chosen.max_steps, chosen.eval_steps, chosen.warmup_steps) == (15, 5, 2)
+
+
+def test_the_faster_number_of_threads_is_taken_and_recorded(
+    recipe_of: Recipes, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("OMP_NUM_THREADS", "2")
+    monkeypatch.delenv("MKL_NUM_THREADS", raising=False)
+    monkeypatch.setattr("os.getloadavg", lambda: (6.0, 6.0, 6.0))
+    recipe = recipe_of(minutes=1.0, max_steps=0)
+    with limit_threads(8):
+        assert thread_choices(recipe, CPU) == [], "the user has set it"
+        monkeypatch.delenv("OMP_NUM_THREADS")
+        assert thread_choices(replace(recipe, threads=8), CPU) == []
+        assert thread_choices(recipe, CPU) == [2, 8], "6 of 8 cores are busy"
+    with limit_threads(2):
+        assert thread_choices(recipe, CPU) == [1, 2]
+        choose_threads([1, 2], lambda: 0.5 * torch.get_num_threads())
+        assert torch.get_num_threads() == 1
+        assert "1 CPU thread takes 0.500s a step, 2 take 1.000s beside other programs" in capsys.readouterr().err
+        choose_threads([1, 2], lambda: 1 / torch.get_num_threads())
+        assert torch.get_num_threads() == 2
+        assert not capsys.readouterr().err
+
+        def time_steps(*given: Any, threads: Any, **named: Any) -> tuple[float, float]:
+            choose_threads(threads, lambda: 0.5 * torch.get_num_threads())
+            return 20.0, 0.0
+
+        monkeypatch.setattr(pretraining, "time_steps", time_steps)
+        pretrain(recipe)
+        assert torch.get_num_threads() == 2, "the run restores the number"
+    stored = load_recipe(Path(recipe.output_dir) / "recipe.yaml", Recipe)
+    assert stored.threads == 1
+    assert merge_recipe(stored, recipe).threads == 1
 
 
 # Where a wall clock may be looked at: a day that a chat template is told, which a run notes when it begins.

@@ -541,7 +541,7 @@ def test_nan_losses_stop_the_run(recipe_of: Recipes) -> None:
 
 
 def test_minutes_determine_the_steps(recipe_of: Recipes, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(pretraining.time_steps, "__defaults__", (None, 0.05, None, None))
+    monkeypatch.setattr(pretraining.time_steps, "__defaults__", (None, 0.05, None, None, ()))
     recipe = recipe_of("bert", max_steps=0, minutes=0.02, save_steps=1000)
     result = pretrain(recipe)
     stored = load_recipe(Path(recipe.output_dir) / "recipe.yaml", Recipe)
@@ -657,4 +657,4 @@ def test_out_of_memory_is_reported() -> None:
         raise MemoryError
 
     with pytest.raises(UserError, match="lower --per-device-train-batch-size"):
-        next(prefetch_batches(batches, 0, 2))
+        next(prefetch_batches(batches, 0, lambda: 2))

@@ -180,9 +180,9 @@ def test_too_few_steps_are_raised_with_a_notice(capsys: pytest.CaptureFixture[st
 
 def test_minutes_are_divided_by_the_time_of_a_step(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("time.monotonic", lambda: 110.0)
-    # 60 seconds, 10 of which are gone and 10 x 1 go to evaluations: 40 steps of one second
+    # 60 seconds, 10 of which are gone; a tenth of the rest, 5 x 1, goes to evaluations: 45 steps of one second
     r = resolve_schedule(TrainingConfig(minutes=1.0), 50, lambda: (1.0, 1.0), start_time=100.0)
-    assert r.max_steps == 40
+    assert (r.max_steps, r.eval_steps) == (45, 9)
     assert (
         resolve_schedule(TrainingConfig(minutes=1.0, max_steps=9), 50, lambda: (1.0, 1.0), start_time=100.0).max_steps
         == 9

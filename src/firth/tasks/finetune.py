@@ -80,6 +80,7 @@ from firth.train import (
 )
 from firth.train.checkpoint import explain_disk_errors, list_checkpoints, remove_best
 from firth.train.clock import RunClock
+from firth.train.compute import limit_threads, set_threads, thread_choices
 from firth.train.deterministic import deterministic_mode
 from firth.train.distributed import SINGLE_PROCESS, check_device, select_device
 from firth.train.folder import DATA_NOTES_FILE
@@ -127,7 +128,7 @@ def finetune(
     A resumed run keeps its recipe and its examples unless `allow_change`. `rewind` restarts the unfinished seed from a
     checkpoint at least that many steps before the harmful steps, and skips the examples in between.
     """
-    with deterministic_mode(recipe.deterministic):
+    with deterministic_mode(recipe.deterministic), limit_threads(recipe.threads):
         return run_seeds(recipe, resume or rewind is not None, overwrite, allow_change, rewind)
 
 
@@ -174,6 +175,7 @@ def run_seeds(
         else:
             changed = False
             recipe = check_example_checksums(resolve_seed_schedule(recipe, job, clock.start_time), data, allow_change)
+        set_threads(recipe.threads)
         save_recipe(recipe, stored)
         write_data_notes(folder, data.notes)
         job = replace(job, recipe=recipe, recipe_changed=changed)
@@ -448,16 +450,26 @@ def resolve_seed_schedule(recipe: FinetuneRecipe, job: FinetuneJob, start_time: 
             model = build_seed_model(job, 0)
         freeze_schedule = replace(recipe.freeze_schedule(len(items)), unfreeze_every=0)
         batches = ShapeCountingBatches(make_finetune_batch_fn(recipe, job.task, items), job.shape_buckets)
-        step, evaluation = time_steps(recipe, job.compute, model, batches, evaluate, freeze_schedule=freeze_schedule)
+        step, evaluation = time_steps(
+            recipe, job.compute, model, batches, evaluate, freeze_schedule=freeze_schedule, threads=threads
+        )
         return step * recipe.seeds, evaluation * recipe.seeds
 
+    threads = thread_choices(recipe, job.compute) if recipe.minutes else []
     epochs = recipe.num_train_epochs or DEFAULT_FINETUNE_EPOCHS
     min_steps = 1 if recipe.num_train_epochs else MIN_DEFAULT_STEPS
     evaluations = EARLY_STOPPING_EVALUATIONS if recipe.early_stopping else 1
     resolved = resolve_schedule(
-        replace(recipe, num_train_epochs=epochs), len(items), measure, start_time, evaluations, min_steps
+        replace(recipe, num_train_epochs=epochs),
+        len(items),
+        measure,
+        start_time,
+        evaluations,
+        min_steps,
+        min_evals=evaluations,
     )
-    return replace(resolved, num_train_epochs=recipe.num_train_epochs)
+    used = torch.get_num_threads() if threads else recipe.threads
+    return replace(resolved, num_train_epochs=recipe.num_train_epochs, threads=used)
 
 
 def describe_length_limit(config: ModelConfig, recipe: FinetuneRecipe) -> list[str]:

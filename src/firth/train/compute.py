@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from importlib import import_module
@@ -17,6 +17,8 @@ from firth.text.python_docs import cache_folder
 from firth.train.distributed import SINGLE_PROCESS, DistContext, select_device, visible_devices_hint
 from firth.train.recipe import TrainingConfig
 
+THREAD_VARIABLES = ("OMP_NUM_THREADS", "MKL_NUM_THREADS")
+MAX_CORES_TO_TRY_ONE = 4  # cores: with more, one thread is tried only beside other work
 SHORT_RUN_MINUTES = 15  # minutes: up to here a short compilation saves more than a faster step
 
 
@@ -90,6 +92,59 @@ def choose_compute(training: TrainingConfig, dist_context: DistContext = SINGLE_
         say(f"no CUDA graphs: {blocker}")
     graphs = (single_micro_batch and compiles if engine.cuda_graphs is None else engine.cuda_graphs) and not blocker
     return ComputeConfig(device, bf16, compiles, graphs, fp16, dist_context, compile_in_regions)
+
+
+@contextmanager
+def limit_threads(threads: int = 0) -> Iterator[None]:
+    """Compute with `threads` CPU threads inside the `with` block (0: as before), and restore the number after it."""
+    before = torch.get_num_threads()
+    set_threads(threads)
+    try:
+        yield
+    finally:
+        set_threads(before)
+
+
+def set_threads(threads: int) -> None:
+    if threads and threads != torch.get_num_threads():
+        torch.set_num_threads(threads)
+
+
+def thread_choices(training: TrainingConfig, compute: ComputeConfig) -> list[int]:
+    """Return the numbers of CPU threads to compare: all, and as many as other programs leave free.
+
+    OpenMP's threads wait for each other at the end of every operation, in a loop that keeps their core busy. Beside
+    other programs one of them always comes late, so that two threads on two busy cores are slower than one.
+    """
+    several = compute.device.type == "cpu" and compute.dist_context.world_size == 1 and torch.get_num_threads() > 1
+    if not several or training.threads or any(os.environ.get(name) for name in THREAD_VARIABLES):
+        return []
+    cores, load = torch.get_num_threads(), load_average()
+    free = max(1, cores - round(load))
+    return sorted({cores, free, *([1] if cores <= MAX_CORES_TO_TRY_ONE else [])})
+
+
+def load_average() -> float:
+    """Return how many processes wanted a core in the last minute; 0 where the system does not say."""
+    return os.getloadavg()[0] if hasattr(os, "getloadavg") else 0.0
+
+
+def choose_threads(choices: Sequence[int], time_step: Callable[[], float]) -> None:
+    """Set the number of threads with the shortest step. Each is timed twice, in turns: other programs come and go."""
+    if not choices:
+        return
+    seconds = dict.fromkeys(choices, float("inf"))
+    for threads in (*choices, *choices):
+        torch.set_num_threads(threads)
+        seconds[threads] = min(seconds[threads], time_step())
+    best = min(seconds, key=lambda threads: seconds[threads])
+    torch.set_num_threads(best)
+    if best < choices[-1]:
+        say(
+            f"{format_count(best, 'CPU thread takes', 'CPU threads take')} {seconds[best]:.3f}s a step, "
+            f"{choices[-1]} take {seconds[choices[-1]]:.3f}s beside other programs (load {load_average():.1f}): "
+            f"the run uses {best}"
+        )
 
 
 def cuda_graphs_blocker(

@@ -169,7 +169,12 @@ def fit(run: TrainingRun, resume: bool = False) -> FitResult:
     ):
         run.computing = stop.computing
         for step, micro_batches, counts, data in prefetch_batches(
-            run.batch_fn, state.step, final_step(run, state), state.data_hash, dist_context, stop.computing
+            run.batch_fn,
+            state.step,
+            lambda: final_step(run, state),
+            state.data_hash,
+            dist_context,
+            stop.computing,
         ):
             # one training step
             lr = learning_rate_at(step, training)
@@ -210,7 +215,8 @@ def fit(run: TrainingRun, resume: bool = False) -> FitResult:
             # One process may have received a signal that the others have not: the maximum stops all after this step.
             signal_number = dist_context.all_reduce_max(stop.signal_number)
             best_is_earlier = state.best_step not in (0, state.step)
-            if signal_number or (run.save_last or best_is_earlier if last else saves):
+            new_max_steps = None if last or signal_number else propose_steps(run, state.step)
+            if signal_number or new_max_steps or (run.save_last or best_is_earlier if last else saves):
                 save()
             if signal_number:
                 stop.signal_number = signal_number
@@ -219,6 +225,10 @@ def fit(run: TrainingRun, resume: bool = False) -> FitResult:
                 saved = writer.last_saved
                 note = "" if saved == f"checkpoint-{state.step}" else f", last checkpoint: {saved or 'none'}"
                 raise Interrupted(dist_context.broadcast(f"stopped at step {state.step} of {training.max_steps}{note}"))
+            if new_max_steps and run.replan is not None:
+                writer.wait()  # the checkpoint comes before the plan: a resumed run repeats no step with another plan
+                run.training = training = run.replan.adopt(state.step, training, new_max_steps)
+                writer.recipe = to_dict(training)
             if last:  # early stopping may end the run before `max_steps`
                 log_pending()
                 break
@@ -271,6 +281,13 @@ def make_log(run: TrainingRun, step: int) -> RunLog | NullLog:
 def final_step(run: TrainingRun, state: TrainState) -> int:
     """Return the step that ends the run: `max_steps`, or the current step when early stopping's patience is used up."""
     return state.step if run.patience and state.evals_since_best >= run.patience else run.training.max_steps
+
+
+def propose_steps(run: TrainingRun, step: int) -> int | None:
+    """Return the new number of steps where a run with `minutes` is planned again. The main process decides for all."""
+    if run.replan is None or not run.replan.is_due(step, run.training.max_steps):
+        return None
+    return run.compute.dist_context.broadcast(run.replan.propose(step, run.training))
 
 
 def update_best(run: TrainingRun, state: TrainState, scores: Mapping[str, float], model: Model) -> None:
@@ -361,7 +378,7 @@ def read_async(values: torch.Tensor) -> Callable[[], Any]:
 def prefetch_batches(
     batch_fn: Callable[[int], Sequence[Batch]],
     start: int,
-    end: int,
+    end: Callable[[], int],
     data_hash: int = 0,
     dist_context: DistContext = SINGLE_PROCESS,
     waiting: Callable[[], AbstractContextManager[None]] = nullcontext,
@@ -369,7 +386,7 @@ def prefetch_batches(
     """Yield (step, micro-batches, target counts over all processes, hash of all data so far).
 
     A thread prepares the next step's batches while the device computes the current one. `waiting` is entered to wait
-    for it.
+    for it. `end` may change meanwhile.
     """
     thread_context = dist_context.for_thread("batches")
 
@@ -390,13 +407,13 @@ def prefetch_batches(
         )
 
     with ThreadPoolExecutor(1, thread_name_prefix="batches") as pool:
-        next_batches = pool.submit(prepare, start, data_hash) if start < end else None
-        for step in range(start, end):
-            assert next_batches is not None
+        step, next_batches = start, pool.submit(prepare, start, data_hash) if start < end() else None
+        while next_batches is not None:
             with waiting():
                 micro_batches, counts, data_hash = next_batches.result()
-            next_batches = pool.submit(prepare, step + 1, data_hash) if step + 1 < end else None
+            next_batches = pool.submit(prepare, step + 1, data_hash) if step + 1 < end() else None
             yield step, micro_batches, counts, data_hash
+            step += 1
 
 
 def chain_hash(rows_hash: int, previous_hash: int) -> int:

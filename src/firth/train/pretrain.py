@@ -48,7 +48,15 @@ from firth.tokens import MixedDataset, MixedShards, RowDataset, ShardSet, Tokeni
 from firth.tokens.mixing import SourceShare
 from firth.train.checkpoint import explain_disk_errors, last_checkpoint, translate_disk_errors
 from firth.train.clock import RunClock
-from firth.train.compute import ComputeConfig, choose_compute, preload_compiler
+from firth.train.compute import (
+    ComputeConfig,
+    choose_compute,
+    choose_threads,
+    limit_threads,
+    preload_compiler,
+    set_threads,
+    thread_choices,
+)
 from firth.train.dataloader import (
     make_batch,
     make_held_out_dataset,
@@ -68,6 +76,7 @@ from firth.train.loop import FitResult, fit
 from firth.train.optim import make_optimizer
 from firth.train.ramp import check_even_split, mean_batch_rows, ramp_stages, stage_shares
 from firth.train.recipe import FreezeSchedule, Recipe, TrainingConfig, load_recipe, save_recipe
+from firth.train.replan import Replan, affordable_steps, limit_evaluations
 from firth.train.resources import check_resources, estimate_resources
 from firth.train.resume import is_run_finished, merge_recipe, rewind_run, verify_same_shards
 from firth.train.step import (
@@ -88,6 +97,7 @@ ScheduledRecipeT = TypeVar("ScheduledRecipeT", bound=TrainingConfig)
 ThreadResultT = TypeVar("ThreadResultT")
 GOLDEN_RATIO = 0.6180339887  # multiples of it, modulo 1, cover a run evenly from the first few on
 EVALS_PER_PRETRAINING = 10  # evaluations per run without --eval-steps
+MIN_USEFUL_STEPS = 300  # steps: after fewer a model from scratch has hardly learnt more than word frequencies
 
 
 def pretrain(
@@ -122,7 +132,7 @@ def pretrain_in_folder(
     rewind: int | None = None,
 ) -> dict[str, Any]:
     """Pretrain in a folder that the caller has locked."""
-    with deterministic_mode(recipe.deterministic):
+    with deterministic_mode(recipe.deterministic), limit_threads():
         return run_pretraining(folder, recipe, resume, start_time, allow_change, rewind)
 
 
@@ -164,6 +174,7 @@ def run_pretraining(
             dist_context.world_size if recipe.parallel == "fsdp" else 1,
             None if recipe.checkpoint else shards.num_tokens,
         )
+    set_threads(recipe.threads)
 
     with preload_compiler(compute):
         rows = dist_context.main_process_first(lambda: make_row_dataset(recipe, shards, held_out=False))
@@ -181,9 +192,14 @@ def run_pretraining(
             vectors = start_in_thread(partial(ppmi_embeddings, model.config, shards.train, recipe.seed))
         else:
             warm_start_embeddings(model, shards.train, recipe.seed)
+    replan = None
     if is_new:
+        threads = thread_choices(recipe, compute) if recipe.minutes else []
+        eval_seconds = 0.0
 
         def measure() -> tuple[float, float]:
+            nonlocal eval_seconds
+
             def time_stage(stage_recipe: Recipe, with_eval: bool) -> tuple[float, float]:
                 trial_model, source = model.clone(), ramp_datasets.get(stage_recipe.max_seq_length, rows)
                 batches = make_pretrain_batch_fn(stage_recipe, source, tokenizer, dist_context=dist_context)
@@ -196,6 +212,7 @@ def run_pretraining(
                     eval_fn,
                     make_distillation_loss_fn(teacher, trial_model, stage_recipe),
                     wait_ready=vectors,
+                    threads=threads if with_eval else [],
                 )
 
             shares_by_stage = stage_shares(recipe)
@@ -203,12 +220,22 @@ def run_pretraining(
                 (share, time_stage(single_stage_recipe(recipe, stage), i == 0))
                 for i, (stage, share) in enumerate(shares_by_stage)
             ]
-            return sum(share * seconds for share, (seconds, _) in timings), timings[0][1][1]
+            eval_seconds = timings[0][1][1]
+            return sum(share * seconds for share, (seconds, _) in timings), eval_seconds
 
-        resolved = resolve_schedule(recipe, rows.num_rows, measure, start_time, step_rows=mean_batch_rows(recipe))
+        requested, step_rows = recipe, mean_batch_rows(recipe)
+        resolved = resolve_schedule(
+            recipe, rows.num_rows, measure, start_time, step_rows=step_rows, min_useful_steps=MIN_USEFUL_STEPS
+        )
+        if threads:
+            resolved = replace(resolved, threads=torch.get_num_threads())  # sums of a resumed run have the same order
         recipe = broadcast_recipe(dist_context, lambda: resolved)
         if dist_context.is_main_process:
             save_recipe(recipe, recipe_path)
+        if can_replan(recipe):
+            record = partial(save_recipe, path=recipe_path) if dist_context.is_main_process else discard_recipe
+            replan = Replan(requested, start_time + 60 * recipe.minutes, eval_seconds, record)
+            evaluate = replan.time_evaluations(evaluate) if evaluate is not None else None
     batches = make_pretrain_batch_fn(recipe, rows, tokenizer, ramp_datasets, dist_context)
     say(
         f"{type(objective).__name__} on {shards.num_tokens:,} tokens in "
@@ -235,6 +262,7 @@ def run_pretraining(
         "pretraining",
         loss_fn=losses,
         freeze_schedule=freeze_schedule,
+        replan=replan,
     )
     if isinstance(losses, TransferLoss):
         run.before_step, run.layer_rate = follow_transfer(losses, recipe)
@@ -258,6 +286,16 @@ def run_pretraining(
         with explain_disk_errors(folder):
             write_results(folder / "results.json", results)
     return dist_context.broadcast(results)
+
+
+def can_replan(recipe: Recipe) -> bool:
+    """Whether the steps may change during the run: ramps and stages of knowledge transfer are shares of all steps."""
+    has_stages = recipe.batch_ramp or recipe.length_ramp or recipe.knowledge_transfer.strategy != "none"
+    return bool(recipe.minutes) and not has_stages
+
+
+def discard_recipe(recipe: Recipe) -> None:
+    """Record nothing: only the main process writes."""
 
 
 def collect_losses(outcome: FitResult, unigram_entropy: float | None) -> dict[str, float | None]:
@@ -499,19 +537,19 @@ def resolve_schedule(
     num_evals: int = EVALS_PER_PRETRAINING,
     min_steps: int = 1,
     step_rows: float | None = None,
+    min_evals: int = 1,
+    min_useful_steps: int = 0,
 ) -> ScheduledRecipeT:
     """Resolve the unset fields: number of steps (from minutes or epochs), warm-up, evaluation interval.
 
     `measure` returns the seconds of a step and of an evaluation. `step_rows` is the mean number of rows per step.
     """
-    steps = recipe.max_steps
+    steps, step_rows = recipe.max_steps, step_rows or recipe.global_batch_size
     if recipe.minutes:
         step_seconds, evaluation_seconds = measure()
         left = 60 * recipe.minutes - (time.monotonic() - start_time)
-        if recipe.eval_steps:  # plus one evaluation at the end
-            steps = int((left - evaluation_seconds) / (step_seconds + evaluation_seconds / recipe.eval_steps))
-        else:
-            steps = int((left - num_evals * evaluation_seconds) / step_seconds)
+        num_evals = max(min_evals, limit_evaluations(num_evals, left, evaluation_seconds))
+        steps = affordable_steps(left, step_seconds, evaluation_seconds, num_evals, recipe.eval_steps)
         if steps < 1:
             warn(f"{recipe.minutes:g} minutes are too short for one step: running one step.")
             steps = 1
@@ -521,8 +559,10 @@ def resolve_schedule(
             f"{step_seconds:.3f}s a step: {format_count(steps, 'step takes', 'steps take')} "
             f"{format_duration(steps * step_seconds)}"
         )
+        if steps < min(min_useful_steps, recipe.max_steps or min_useful_steps):
+            warn(describe_short_plan(recipe, steps, steps * step_rows / num_rows, step_seconds, min_useful_steps))
     elif not steps:
-        steps = math.ceil(recipe.num_train_epochs * num_rows / (step_rows or recipe.global_batch_size))
+        steps = math.ceil(recipe.num_train_epochs * num_rows / step_rows)
         if steps < min_steps:
             reason = f"num_train_epochs={recipe.num_train_epochs:g} makes {format_count(steps, 'step')}"
             say(f"{reason}, which is few: {min_steps:,} are taken instead")
@@ -540,6 +580,18 @@ def resolve_schedule(
     )
 
 
+def describe_short_plan(
+    recipe: TrainingConfig, steps: int, epochs: float, step_seconds: float, min_useful_steps: int
+) -> str:
+    """Say that a plan is too short to learn from, and how many minutes would do."""
+    read = f"{100 * epochs:.0f}% of the text" if epochs < 1 else f"the text {epochs:.1f} times"
+    minutes = math.ceil(recipe.minutes + (min_useful_steps - steps) * step_seconds / 60)
+    return (
+        f"{format_count(steps, 'step reads', 'steps read')} {read}: expect little. --minutes {minutes} makes "
+        f"{min_useful_steps} steps at this speed."
+    )
+
+
 def time_steps(
     training: TrainingConfig,
     compute: ComputeConfig,
@@ -550,10 +602,12 @@ def time_steps(
     seconds: float = 4.0,
     freeze_schedule: FreezeSchedule | None = None,
     wait_ready: Callable[[], object] | None = None,
+    threads: Sequence[int] = (),
 ) -> tuple[float, float]:
     """Return the seconds of a step and of an evaluation, measured on a disposable model.
 
-    `wait_ready` blocks until background work has ended, which would distort the timing.
+    `wait_ready` blocks until background work has ended, which would distort the timing. Of several numbers of CPU
+    `threads` the fastest is set.
     """
     dist_context = compute.dist_context
     dist_context.prepare_model(model, training, compute)
@@ -573,6 +627,7 @@ def time_steps(
     timed(range(3))
     if wait_ready is not None:
         wait_ready()
+    choose_threads(threads, lambda: timed(range(3, 5)) / 2)
     one = timed(range(3, 6)) / 3
     count = max(3, min(200, int(seconds / one)))
     step_seconds = timed(range(6, 6 + count)) / count

@@ -138,7 +138,8 @@ class TrainingConfig:
     )
     minutes: float = recipe_field(
         0.0,
-        "Plan the run to end after this many minutes: time some steps, then fix max_steps.",
+        "Plan the run to end after this many minutes: time some steps, then set max_steps, and plan again while it "
+        "runs.",
         shown_default="no limit",
         ge=0,
         le=MAX_RUN_MINUTES_OR_EPOCHS,
@@ -214,6 +215,12 @@ class TrainingConfig:
     )
     device: Literal["auto", "cpu", "cuda"] = recipe_field(
         "auto", "Choose the device; auto uses a GPU if there is one. CUDA_VISIBLE_DEVICES=1 picks among several."
+    )
+    threads: int = recipe_field(
+        0,
+        "Compute with this many CPU threads; 0 uses OMP_NUM_THREADS or all cores, and with --minutes fewer where that "
+        "is faster, as beside other programs.",
+        ge=0,
     )
     bf16: bool | None = recipe_field(
         None, "Train in bf16 mixed precision; --no-bf16 turns it off.", shown_default="on for GPUs that support it"

@@ -37,6 +37,7 @@ RESOLVED_FIELDS = (
     "max_steps",
     "warmup_steps",
     "eval_steps",
+    "threads",
     "shards_checksum",
     "train_checksum",
     "dev_checksum",

@@ -46,6 +46,7 @@ from firth.train.distributed import DistContext
 from firth.train.dtensor import to_full_tensor, to_local
 from firth.train.guard import Guard
 from firth.train.recipe import FreezeSchedule, TrainingConfig
+from firth.train.replan import Replan
 from firth.train.step_runner import LossFn, StepRunner
 
 RECOMPILE_LIMIT = 64  # batch shapes that torch.compile may specialise on
@@ -80,6 +81,7 @@ class TrainingRun:
     save_last: bool = True  # save a checkpoint after the last step, so that a longer run can resume
     computing: Callable[[], AbstractContextManager[None]] = nullcontext  # entered while weights do not change
     deferred_init: Callable[[], None] | None = None  # initialises the weights; the first step is compiled meanwhile
+    replan: Replan | None = None  # plans the steps of a run with `minutes` again, while it runs
 
 
 def build_step_runner(run: TrainingRun) -> StepRunner:
