@@ -7,12 +7,15 @@ import json
 from pathlib import Path
 
 import pytest
+import torch
 
 import firth.lab.quickstart as lab
 from firth.core.errors import UserError
 from firth.core.files import find_corruption
 from firth.models import load_model
+from firth.tasks import FinetuneRecipe
 from firth.text import python_docs
+from firth.train import Recipe, load_recipe
 
 
 @pytest.fixture(autouse=True)
@@ -49,6 +52,7 @@ def test_three_architectures_side_by_side() -> None:
     ]
     for row in result["table"]:
         assert row["gain"] == pytest.approx(row["pretrained"]["mean"] - row["scratch"]["mean"])
+        assert row["gain"] == pytest.approx(row["gain_from_counting"] + row["gain_from_pretraining"])
     page = Path(result["report"]).read_text(encoding="utf-8")
     for words in ("word frequencies only", "Pretraining: decoder", "from scratch", "kind: SpanCorruption", "<svg"):
         assert words in page
@@ -56,8 +60,23 @@ def test_three_architectures_side_by_side() -> None:
     assert load_model("quickstart/decoder/pretraining/final").config.architecture == "decoder"
 
 
-def test_a_second_run_gets_a_folder_of_its_own_and_resume_repeats_nothing() -> None:
+def test_a_second_run_gets_a_folder_of_its_own_and_resume_repeats_nothing(capsys: pytest.CaptureFixture[str]) -> None:
     first = lab.quickstart(minutes=0.02)
+    said = capsys.readouterr().err
+    for words in ("Plan: four steps", "Step 2 of 4: fine-tuning the same model", "(8 runs)", "counted embeddings add"):
+        assert words in said
+    recipes = {
+        arm: load_recipe(Path(f"quickstart/encoder/{arm}-8/recipe.yaml"), FinetuneRecipe)
+        for arm in ("scratch", "counted", "pretrained")
+    }
+    assert {(r.max_steps, r.learning_rate, r.dev) for r in recipes.values()} == {(3, 7.3e-4, "pydocs:test")}
+    # the arms differ in their start: the second has other embeddings than the first, and equal weights otherwise
+    scratch, counted = (load_model(f"quickstart/encoder/start-{arm}").state_dict() for arm in ("scratch", "counted"))
+    changed = {name for name in scratch if not torch.equal(scratch[name], counted[name])}
+    assert changed
+    assert all("token" in name or "embed" in name or "head" in name for name in changed), changed
+    pretrained = load_recipe(Path("quickstart/encoder/pretraining/recipe.yaml"), Recipe)
+    assert pretrained.checkpoint.endswith("start-counted")
     weights = Path("quickstart/encoder/pretraining/final/model.safetensors")
     written = weights.stat().st_mtime_ns
     again = lab.quickstart("quickstart", minutes=0.02, resume=True)
@@ -68,6 +87,13 @@ def test_a_second_run_gets_a_folder_of_its_own_and_resume_repeats_nothing() -> N
         lab.quickstart("quickstart", minutes=0.02)
     lab.quickstart("quickstart", minutes=0.02, overwrite=True)
     assert find_corruption(Path("quickstart/encoder/pretraining/final")) is None
+
+
+@pytest.mark.parametrize(
+    ("loss", "words"), [(6.21, "0.07 worse than word frequencies"), (6.10, "little more than"), (5.5, "0.64 better")]
+)
+def test_the_sentence_on_the_loss_agrees_with_its_numbers(loss: float, words: str) -> None:
+    assert words in lab.describe_final_loss({"eval_loss": loss, "unigram_entropy": 6.14}, "encoder")
 
 
 def test_no_time_is_a_mistake() -> None:

@@ -58,7 +58,8 @@ def full_page(words: str) -> HtmlPage:
     page.add_table([words, "n"], [[words, 1]], words)
     page.add_figure(plot_loss_curve({words: TRAIN}, {words: EVALS}, 6.5), words)
     page.add_figure(
-        transfer_plot([TransferPoint(words, True, 8, 0.5, 0.1), TransferPoint("b", True, 8, 0.5, 0.1)]), words
+        transfer_plot([TransferPoint(words, "pretrained", 8, 0.5, 0.1), TransferPoint("b", "pretrained", 8, 0.5, 0.1)]),
+        words,
     )
     page.add_cloze_samples([ClozeSample(words, words, words, [(words, 0.5)])], words)
     page.add_code(words, words)
@@ -169,8 +170,9 @@ def test_loss_curve_of_one_run() -> None:
     assert train.get_xydata().tolist() == [[1, 9], [2, 7], [3, 6]]  # type: ignore[union-attr]
     assert held_out.get_xydata().tolist() == [[2, 7.5], [3, 6.5]]  # type: ignore[union-attr]
     assert list(unigram.get_ydata()) == [6.523, 6.523]
-    assert [text.get_text() for text in axes.texts] == ["word frequencies only (unigram entropy): 6.52"]
-    assert axes.get_legend_handles_labels()[1] == ["training", "held out"]
+    assert not axes.texts, "the legend is above the plot, and covers no line"
+    words = "word frequencies only (unigram entropy): 6.52"
+    assert axes.get_legend_handles_labels()[1] == ["training", "held out", words]
 
 
 def test_loss_curve_of_several_runs() -> None:
@@ -199,10 +201,10 @@ def test_nothing_to_plot_is_an_empty_plot() -> None:
 
 def test_transfer_plot_has_a_line_for_each_beginning() -> None:
     rows = [
-        TransferPoint("tiny", True, 512, 0.9, 0.01),
-        TransferPoint("tiny", True, 32, 0.7, 0.05),
-        TransferPoint("tiny", False, 32, 0.5, 0.1),
-        TransferPoint("tiny", False, 512, 0.6, 0.02),
+        TransferPoint("tiny", "pretrained", 512, 0.9, 0.01),
+        TransferPoint("tiny", "pretrained", 32, 0.7, 0.05),
+        TransferPoint("tiny", "from scratch", 32, 0.5, 0.1),
+        TransferPoint("tiny", "from scratch", 512, 0.6, 0.02),
     ]
     (axes,) = transfer_plot(rows).axes
     bars = [c for c in axes.containers if isinstance(c, ErrorbarContainer)]
@@ -216,7 +218,9 @@ def test_transfer_plot_has_a_line_for_each_beginning() -> None:
 
 
 def test_transfer_plot_names_several_models() -> None:
-    rows = [TransferPoint(model, start, 32, 0.5, 0.1) for model in ("a", "b") for start in (True, False)]
+    rows = [
+        TransferPoint(model, start, 32, 0.5, 0.1) for model in ("a", "b") for start in ("pretrained", "from scratch")
+    ]
     (axes,) = transfer_plot(rows).axes
     labels = axes.get_legend_handles_labels()[1]
     assert labels == ["a, pretrained", "a, from scratch", "b, pretrained", "b, from scratch"]

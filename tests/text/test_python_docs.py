@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from firth.core.errors import UserError
-from firth.text import python_docs
+from firth.text import Corpus, python_docs, read_labelled
 from firth.text.filters import HELD_OUT_FRACTION, is_held_out
 from firth.text.python_docs import DocstringRecord
 
@@ -197,8 +197,14 @@ def some(package: str, n: int) -> list[DocstringRecord]:
 RECORDS = some("a", 2000) + some("b", 600) + some("c", 400) + some("rare", 20)
 
 
-def test_splits_equal_those_of_pretraining() -> None:
+def test_splits_equal_those_of_pretraining(monkeypatch: pytest.MonkeyPatch) -> None:
     name_of = {record.name: record for record in RECORDS}
+    monkeypatch.setattr(python_docs, "load_pydocs", lambda: RECORDS)
+    in_corpus = {document.text for document in Corpus(["pydocs"])}
+    test = read_labelled("pydocs:test", "classify")
+    assert test == python_docs.make_pydocs_examples("classify", "test", RECORDS)
+    assert test
+    assert not in_corpus & {name_of[str(e.id)].text for e in test}, "no model is pretrained on the test split"
     for part in ("train", "dev"):
         for task in python_docs.PYDOCS_TASKS:
             made = python_docs.make_pydocs_examples(task, part, RECORDS)
@@ -281,5 +287,5 @@ def test_order_is_shuffled_with_its_own_seed() -> None:
 def test_unknown_task_and_part() -> None:
     with pytest.raises(UserError, match="Did you mean 'classify'"):
         python_docs.make_pydocs_examples("clasify", "train", RECORDS)
-    with pytest.raises(UserError, match=r"no split 'test'\. There are: dev, train"):
-        python_docs.make_pydocs_examples("pair", "test", RECORDS)
+    with pytest.raises(UserError, match=r"no split 'validation'\. There are: dev, test, train"):
+        python_docs.make_pydocs_examples("pair", "validation", RECORDS)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import sys
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import TypeVar
 
@@ -109,8 +109,34 @@ def set_quiet(enabled: bool = True) -> None:
     stderr_console.quiet = stdout_console.quiet = enabled
 
 
+class OverallProgress:
+    """A bar over all phases of a command, by time, in front of the status line of each phase."""
+
+    WIDTH = 16
+
+    def __init__(self, elapsed_s: Callable[[], float], total_s: float) -> None:
+        self.elapsed_s, self.total_s = elapsed_s, total_s
+
+    def __str__(self) -> str:
+        share = min(self.elapsed_s() / self.total_s, 0.99)
+        done = round(share * self.WIDTH)
+        return f"[{'#' * done}{'-' * (self.WIDTH - done)}] {100 * share:.0f}%  "
+
+
+@contextmanager
+def overall_progress(elapsed_s: Callable[[], float], total_s: float) -> Iterator[None]:
+    """Show one bar over everything inside the `with` block, which takes about `total_s`."""
+    StatusLine.overall = OverallProgress(elapsed_s, total_s)
+    try:
+        yield
+    finally:
+        StatusLine.overall = None
+
+
 class StatusLine:
     """A line that is rewritten in place on a terminal, and printed every `interval_s` in log files and notebooks."""
+
+    overall: OverallProgress | None = None  # of the command, in front of every line
 
     def __init__(self, interval_s: float = 10.0) -> None:
         self.is_live = stderr_console.is_terminal
@@ -123,6 +149,7 @@ class StatusLine:
         if stderr_console.quiet or (not force and now - self.last_shown_s < self.interval_s):
             return
         self.last_shown_s = now
+        text = f"{self.overall or ''}{text}"
         if self.is_live:
             text = text[: max(stderr_console.width - 1, 20)]
             sys.stderr.write("\r" + text.ljust(self.width))

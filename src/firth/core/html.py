@@ -252,15 +252,13 @@ def plot_loss_curve(
             x, y = zip(*held_out[name], strict=True)
             axes.plot(x, y, color=colour, linewidth=2, marker="o", markersize=4, label=prefix + "held out")
     if unigram_entropy is not None:
-        axes.axhline(unigram_entropy, color=INK_SENTINEL_COLOUR, alpha=0.7, linewidth=1.2, linestyle="--")
-        axes.annotate(
-            f"word frequencies only (unigram entropy): {unigram_entropy:.2f}",
-            xy=(1, unigram_entropy),
-            xycoords=axes.get_yaxis_transform(),
-            xytext=(0, 4),
-            textcoords="offset points",
-            horizontalalignment="right",
-            fontsize=9,
+        axes.axhline(
+            unigram_entropy,
+            color=INK_SENTINEL_COLOUR,
+            alpha=0.7,
+            linewidth=1.2,
+            linestyle="--",
+            label=f"word frequencies only (unigram entropy): {unigram_entropy:.2f}",
         )
     add_plot_legend(axes)
     return figure

@@ -1,4 +1,4 @@
-"""A plot of transfer: the score of pretrained models and of models from scratch by the number of labels."""
+"""A plot of transfer: the score by the number of labels, for each start of the weights."""
 
 from __future__ import annotations
 
@@ -13,30 +13,36 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 
+# Line style, line width and whether markers are filled, by the start of the weights.
+START_STYLES = {
+    "pretrained": ("-", 2.0, True),
+    "counted embeddings": (":", 1.8, False),
+    "from scratch": ("--", 1.5, False),
+}
+
+
 class TransferPoint(NamedTuple):
     """The score of a model after fine-tuning on `num_labels` examples, over several seeds."""
 
     model: str
-    pretrained: bool
+    start: str  # of the weights: a key of START_STYLES
     num_labels: int
     mean: float
     std: float
 
 
-def transfer_plot(rows: Iterable[TransferPoint], ylabel: str = "accuracy") -> Figure:
+def transfer_plot(rows: Iterable[TransferPoint], ylabel: str = "accuracy in %") -> Figure:
     """Plot the score against the number of labels, mean and standard deviation over seeds.
 
-    One colour per model; solid lines are pretrained, dashed ones from scratch.
+    One colour per model; solid lines are pretrained, dotted ones have counted embeddings, dashed ones are from scratch.
     """
     rows = list(rows)
     figure, axes = make_axes("labelled examples", ylabel)
     models = list(dict.fromkeys(row.model for row in rows))
     for model, colour in zip(models, cycle(PLOT_COLOURS)):
         prefix = f"{escape_mathtext(model)}, " if len(models) > 1 else ""
-        for pretrained in (True, False):
-            points = sorted(
-                (r for r in rows if r.model == model and r.pretrained is pretrained), key=lambda r: r.num_labels
-            )
+        for start, (line_style, width, filled) in START_STYLES.items():
+            points = sorted((r for r in rows if r.model == model and r.start == start), key=lambda r: r.num_labels)
             if not points:
                 continue
             axes.errorbar(
@@ -44,14 +50,14 @@ def transfer_plot(rows: Iterable[TransferPoint], ylabel: str = "accuracy") -> Fi
                 [point.mean for point in points],
                 [point.std for point in points],
                 color=colour,
-                linewidth=2 if pretrained else 1.5,
-                linestyle="-" if pretrained else "--",
+                linewidth=width,
+                linestyle=line_style,
                 marker="o",
                 markersize=5,
-                markerfacecolor=colour if pretrained else "none",
+                markerfacecolor=colour if filled else "none",
                 capsize=3,
                 elinewidth=1.2,
-                label=prefix + ("pretrained" if pretrained else "from scratch"),
+                label=prefix + start,
             )
     _log_ticks(axes, sorted({row.num_labels for row in rows}))
     add_plot_legend(axes)

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 from firth.core.lazy import make_lazy
 
 if TYPE_CHECKING:
-    from firth.tasks.finetune import check_task, finetune
+    from firth.tasks.finetune import check_task, finetune, plan_finetuning
     from firth.tasks.prompts import encode_task_prompts, finetuned_generation_settings
     from firth.tasks.recipe import FINETUNE_TASKS, TASK_FILE, FinetuneRecipe
     from firth.tasks.registry import make_task, make_task_without_examples
@@ -28,6 +28,7 @@ __all__ = [
     "make_task",
     "make_task_without_examples",
     "metric_names",
+    "plan_finetuning",
     "read_predictions",
     "write_predictions",
 ]

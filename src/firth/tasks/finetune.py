@@ -472,6 +472,16 @@ def resolve_seed_schedule(recipe: FinetuneRecipe, job: FinetuneJob, start_time: 
     return replace(resolved, num_train_epochs=recipe.num_train_epochs, threads=used)
 
 
+def plan_finetuning(recipe: FinetuneRecipe) -> FinetuneRecipe:
+    """Return the recipe with the steps and the CPU threads that its minutes allow here, without training anything."""
+    start_time, config, data = time.monotonic(), read_config(recipe.checkpoint), read_finetune_data(recipe)
+    task = make_run_task(recipe, data.train, load_tokenizer(recipe.checkpoint), config)
+    compute = choose_compute(resolve_compile_options(recipe, config, len(data.train)))
+    with limit_threads():
+        job = encode_finetune_data(recipe, task, data, compute, Path(recipe.output_dir))
+        return resolve_seed_schedule(recipe, job, start_time)
+
+
 def describe_length_limit(config: ModelConfig, recipe: FinetuneRecipe) -> list[str]:
     """Notice: max_seq_length exceeds the model's maximum."""
     limit = config.max_length

@@ -173,7 +173,8 @@ class Corpus:
             counts["built-in"] += 1
             for record in python_docs.load_pydocs():
                 self.read_progress.finished_bytes += len(record.text.encode())
-                yield Document(self.cleaner.normalize_text(record.text), f"{python_docs.PYDOCS_NAME}:{record.name}")
+                if python_docs.split_of(record.text) != "test":
+                    yield Document(self.cleaner.normalize_text(record.text), f"{python_docs.PYDOCS_NAME}:{record.name}")
 
     def _read_file(self, source: CorpusFile, counts: Counter[str]) -> Iterator[Document]:
         kind = data_extension(source.path)

@@ -47,13 +47,16 @@ def read_labelled(
 
     The columns are the roles of `TASK_FORMATS`, or as renamed by `columns={"text": "sentence"}`. Files of GLUE and
     SuperGLUE are recognized by their folder. With `require_labels=False` labels may be missing, as in a test set.
-    The path "pydocs" is the built-in data. `split` is "train" or "dev": rows that cannot be trained on, such as answers
-    outside of the context, are dropped from "train" and kept in "dev". `notes` collects changed and dropped rows.
+    The paths "pydocs" and "pydocs:test" are the built-in data. `split` is "train" or "dev": rows that cannot be trained
+    on, such as answers outside of the context, are dropped from "train" and kept in "dev". `notes` collects changed and
+    dropped rows.
     """
     if task not in TASK_FORMATS:
         raise UserError(f"unknown task {task!r}. {did_you_mean(task, TASK_FORMATS)}")
     if path == python_docs.PYDOCS_NAME:
         return python_docs.make_pydocs_examples(task, split)
+    if path == python_docs.PYDOCS_TEST_NAME:
+        return python_docs.make_pydocs_examples(task, "test")
     notes = RowNotes(str(path)) if notes is None else notes
     named, records = open_labelled_file(
         Path(path), task, dict(columns or {}), check_encoding(encoding), require_labels, notes

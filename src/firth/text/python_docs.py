@@ -49,7 +49,9 @@ MAX_PARSE_WORKERS = 8
 MIN_DOCSTRING_WORDS = 8  # words; a shorter one says little more than the name ("Return the size.")
 
 PYDOCS_TASKS = ("classify", "pair", "text-to-text")
-PYDOCS_SPLITS = ("train", "dev")
+PYDOCS_SPLITS = ("train", "dev", "test")
+PYDOCS_TEST_NAME = f"{PYDOCS_NAME}:test"  # a path of labelled examples: the test split
+TEST_FRACTION = 0.025  # of the documents, beside the held-out ones; no corpus has them
 MAX_PACKAGE_CLASSES = 10
 MIN_DOCS_PER_CLASS = 200  # documents of a package that is a class
 MAX_CLASSIFY_WORDS, MAX_BODY_WORDS, MAX_TAGGED_WORDS = 60, 100, 100
@@ -353,6 +355,7 @@ def read_pydocs_cache(path: Path) -> list[DocstringRecord] | None:
 def make_pydocs_examples(task: str, split: str, records: Sequence[DocstringRecord] | None = None) -> list[Example]:
     """Return examples with natural labels; `split` "dev" has the documents that pretraining holds out.
 
+    "test" has documents that are in no corpus. Settings were chosen on "dev", so figures are reported on "test".
     "classify": the package of a docstring's first 60 words. "pair": whether a summary line belongs to a body.
     "text-to-text": the summary line of a body. The order is a fixed shuffle, so that the first k examples of a class
     are a uniform sample.
@@ -370,8 +373,15 @@ def select_split(records: Iterable[DocstringRecord], split: str) -> list[Docstri
     """Return the records of a split, shuffled by the hash of their text."""
     if split not in PYDOCS_SPLITS:
         raise UserError(f"{PYDOCS_NAME} has no split {split!r}. {did_you_mean(split, PYDOCS_SPLITS)}")
-    chosen = [r for r in records if filters.is_held_out(r.text, filters.HELD_OUT_FRACTION) == (split == "dev")]
+    chosen = [r for r in records if split_of(r.text) == split]
     return sorted(chosen, key=lambda record: filters.text_fingerprint(record.text))
+
+
+def split_of(text: str) -> str:
+    """Return the split of a document, which depends on its text alone."""
+    if filters.is_held_out(text, filters.HELD_OUT_FRACTION):
+        return "dev"
+    return "test" if filters.is_held_out(text, filters.HELD_OUT_FRACTION + TEST_FRACTION) else "train"
 
 
 def select_package_classes(records: Iterable[DocstringRecord]) -> list[str]:

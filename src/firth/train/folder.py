@@ -24,6 +24,7 @@ RUN_FILES = (
         "log.jsonl",
         "results.json",
         "predictions.jsonl",
+        "finetuning.json",
         "report.html",
         LOCK_FILE,
         CLOCK_FILE,
@@ -47,7 +48,7 @@ RUN_FOLDERS = (
 )
 # Folders that quickstart, prove-resume and finetune --against write inside their own.
 STAGE_FOLDERS = (
-    *("untrained", "pretraining", "pretrained-*", "scratch-*", "straight", "killed"),
+    *("start-*", "pretraining", "pretrained-*", "counted-*", "scratch-*", "straight", "killed"),
     *("finetuned", "scratch", "against"),
 )
 LEFTOVER_PATTERNS = (".*.tmp", ".*.old")  # left by a killed writer
