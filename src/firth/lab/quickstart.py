@@ -61,6 +61,7 @@ QUICKSTART_LENGTH_TOKENS = 128
 # Shares of the minutes.
 PREPARE_SHARE, ARM_SHARE, PRETRAIN_SHARE = 0.15, 0.12, 0.46
 MIN_PRETRAIN_SHARE = 0.3  # even if the run ends late
+WHOLE_CORPUS_MINUTES = 15.0  # on a CPU
 REPORT_SECONDS = 6.0  # reserved for samples and report
 PLAN = [
     ("train a tokenizer, and encode the documentation of the installed packages", PREPARE_SHARE),
@@ -169,6 +170,11 @@ def print_plan(minutes: float, architectures: list[str]) -> None:
         say(f"  {number}. {name}: about {format_duration(60 * minutes * share)}")
 
 
+def document_stride(minutes: float) -> int:
+    """Return n: every n-th document is read. A CPU reads no more of the corpus in a few minutes, and saves the rest."""
+    return 1 if torch.cuda.is_available() or minutes >= WHOLE_CORPUS_MINUTES else 3
+
+
 def num_finetune_runs(num_arms: int) -> str:
     return format_count(num_arms * len(LABEL_COUNTS) * QUICKSTART_SEEDS, "run")
 
@@ -185,7 +191,7 @@ class ArchitectureRun:
         total_seconds = 60 * minutes
         with RunClock(self.folder, self.resume) as clock:
             self.announce(1, "training a tokenizer, and encoding the text", PREPARE_SHARE * total_seconds)
-            shards = self.prepare(corpus)
+            shards = self.prepare(corpus, document_stride(minutes))
             clock.save()
             arm_seconds = max(total_seconds - clock.elapsed_seconds, 0) * ARM_SHARE / (1 - PREPARE_SHARE)
             self.announce(
@@ -228,15 +234,15 @@ class ArchitectureRun:
     def announce(self, step: int, message: str, seconds: float) -> None:
         say(f"Step {step} of {len(PLAN)}: {message}, {self.architecture}, about {format_duration(seconds)}")
 
-    def prepare(self, corpus: Corpus) -> ShardSet:
-        """Train a tokenizer and write shards. Unigram trains slowly: it gets one document in 8."""
+    def prepare(self, corpus: Corpus, stride: int) -> ShardSet:
+        """Train a tokenizer and write shards of every `stride`-th document. Unigram trains slowly: it gets fewer."""
         data_folder = self.folder / "data"
         if find_corruption(data_folder) is not None:
             kind = DEFAULT_TOKENIZERS[self.setup.model.architecture]
-            texts = (d.text for d in islice(corpus, 0, None, 8 if kind == "unigram" else 1))
+            texts = (d.text for d in islice(corpus, 0, None, 8 if kind == "unigram" else stride))
             tokenizer = train_tokenizer(texts, kind, QUICKSTART_VOCAB_SIZE, lowercase=kind == "wordpiece")
-            prepare(corpus, tokenizer, data_folder, total_bytes=corpus.total_bytes)
-            say(corpus.describe())
+            prepare(islice(corpus, 0, None, stride), tokenizer, data_folder)
+            say(corpus.describe() + (f"; one in {stride} is read in so few minutes" if stride > 1 else ""))
         return open_shards(data_folder)
 
     def write_baselines(self, shards: ShardSet) -> dict[str, Path]:
