@@ -23,11 +23,11 @@ from typing import Any
 import torch
 import yaml
 
-from firth.core.console import format_count, format_duration, overall_progress, say, show_table
+from firth.core.console import format_count, format_duration, overall_progress, quiet, say, show_table
 from firth.core.errors import UserError
 from firth.core.files import atomic_folder, find_corruption, read_json, write_json
 from firth.core.html import ClozeSample, HtmlPage, plot_loss_curve
-from firth.core.serialization import to_dict
+from firth.core.serialization import from_dict, to_dict
 from firth.evaluate.report import loss_series
 from firth.generate import fill, generate
 from firth.lab.report import TransferPoint, transfer_plot
@@ -52,7 +52,7 @@ from firth.train.clock import RunClock
 from firth.train.pretrain import MIN_USEFUL_STEPS
 
 QUICKSTART_VOCAB_SIZE = 8192
-LABEL_COUNTS = (64, 256)
+LABEL_COUNTS: tuple[int, ...] = (64, 256)
 QUICKSTART_SEEDS = 3
 FINETUNE_STEPS = 200  # per fine-tuning, fewer on a slow machine
 MIN_FINETUNE_STEPS = 60  # with fewer, no arm learns
@@ -79,6 +79,18 @@ class ArchitectureSetup:
     model: ModelConfig
     recipe_fields: dict[str, Any]
     finetune_fields: dict[str, Any]
+
+
+@dataclass(frozen=True)
+class FinetunePlan:
+    """Length of every fine-tuning, which is the same for all arms."""
+
+    max_steps: int
+    threads: int  # CPU threads; 0: as many as the process has
+    label_counts: tuple[int, ...]
+
+    def describe_runs(self, num_arms: int) -> str:
+        return format_count(num_arms * len(self.label_counts) * QUICKSTART_SEEDS, "run")
 
 
 def architecture_setups(include_all: bool) -> dict[str, ArchitectureSetup]:
@@ -175,10 +187,6 @@ def document_stride(minutes: float) -> int:
     return 1 if torch.cuda.is_available() or minutes >= WHOLE_CORPUS_MINUTES else 3
 
 
-def num_finetune_runs(num_arms: int) -> str:
-    return format_count(num_arms * len(LABEL_COUNTS) * QUICKSTART_SEEDS, "run")
-
-
 class ArchitectureRun:
     """All stages of one architecture, each in its own folder."""
 
@@ -194,16 +202,12 @@ class ArchitectureRun:
             shards = self.prepare(corpus, document_stride(minutes))
             clock.save()
             arm_seconds = max(total_seconds - clock.elapsed_seconds, 0) * ARM_SHARE / (1 - PREPARE_SHARE)
-            self.announce(
-                2,
-                "fine-tuning the same model from random weights and from counted embeddings, for comparison "
-                f"({num_finetune_runs(2)})",
-                2 * arm_seconds,
-            )
             starts = self.write_baselines(shards)
-            length = self.plan_arms(starts["scratch"], arm_seconds)
+            plan = self.plan_arms(starts["scratch"], arm_seconds)
+            message = "fine-tuning the same model from random weights and from counted embeddings, for comparison"
+            self.announce(2, f"{message} ({plan.describe_runs(2)})", 2 * arm_seconds)
             start = time.monotonic()
-            scores = {arm: self.finetune_arm(arm, starts[arm], length) for arm in starts}
+            scores = {arm: self.finetune_arm(arm, starts[arm], plan) for arm in starts}
             # A resumed run only reads the results of fine-tunings that are complete: their own seconds count.
             spent = sum(result["seconds"] for results in scores.values() for result in results.values())
             finetune_seconds = max(time.monotonic() - start, spent) / len(starts)
@@ -214,18 +218,20 @@ class ArchitectureRun:
             )
             self.announce(3, "pretraining from the counted embeddings", seconds)
             trained = self.pretrain(shards, starts["counted"], seconds)
-            message = f"fine-tuning the pretrained model ({num_finetune_runs(1)})"
+            message = f"fine-tuning the pretrained model ({plan.describe_runs(1)})"
             self.announce(4, message, finetune_seconds)
             final = self.folder / "pretraining" / "final"
-            scores["pretrained"] = self.finetune_arm("pretrained", final, length)
+            scores["pretrained"] = self.finetune_arm("pretrained", final, plan)
         recipe = load_recipe(self.folder / "pretraining" / "recipe.yaml", Recipe)
         return {
             "architecture": self.architecture,
-            "table": [self.result_row(labels, {a: s[labels] for a, s in scores.items()}) for labels in LABEL_COUNTS],
+            "table": [
+                self.result_row(labels, {a: s[labels] for a, s in scores.items()}) for labels in plan.label_counts
+            ],
             "classes": len({e.target for e in read_labelled(PYDOCS_TEST_NAME, "classify")}),
             "pretraining": trained,
             "epochs": trained["steps"] * recipe.global_batch_size * recipe.max_seq_length / shards.num_tokens,
-            "finetune_steps": length["max_steps"],
+            "finetune_steps": plan.max_steps,
             "recipe": recipe,
             "log": read_log(self.folder / "pretraining" / "log.jsonl"),
             "samples": sample_predictions(load_model(final), shards),
@@ -289,22 +295,34 @@ class ArchitectureRun:
         optimizer = finetuning_defaults(self.setup.model, "adamw")  # as in pretraining here
         return FinetuneRecipe(**optimizer | settings | self.setup.finetune_fields | fields)
 
-    def plan_arms(self, checkpoint: Path, arm_seconds: float) -> dict[str, int]:
-        """Return the steps and CPU threads of every fine-tuning, from the speed here; a resume keeps them."""
+    def plan_arms(self, checkpoint: Path, arm_seconds: float) -> FinetunePlan:
+        """Plan every fine-tuning from the speed of this machine; a resume keeps the plan.
+
+        Where the time is too short for all numbers of labels, the smallest alone gets it.
+        """
         file = self.folder / "finetuning.json"
         if not file.is_file():
-            minutes = arm_seconds / len(LABEL_COUNTS) / 60
-            recipe = self.finetune_recipe("scratch", checkpoint, LABEL_COUNTS[-1], minutes=max(minutes, 1e-3))
-            planned = plan_finetuning(replace(recipe, max_steps=FINETUNE_STEPS))
-            steps = max(planned.max_steps, min(MIN_FINETUNE_STEPS, FINETUNE_STEPS))
-            write_json(file, {"max_steps": steps, "threads": planned.threads})
-        return dict(read_json(file))
+            minutes = max(arm_seconds / len(LABEL_COUNTS) / 60, 1e-3)
+            recipe = self.finetune_recipe("scratch", checkpoint, LABEL_COUNTS[0], minutes=minutes)
+            with quiet():
+                planned = plan_finetuning(replace(recipe, max_steps=FINETUNE_STEPS))
+            steps, labels = planned.max_steps, LABEL_COUNTS
+            if steps < FINETUNE_STEPS // 2:
+                steps, labels = steps * len(LABEL_COUNTS), LABEL_COUNTS[:1]
+            steps = min(max(steps, MIN_FINETUNE_STEPS), FINETUNE_STEPS)
+            write_json(file, to_dict(FinetunePlan(steps, planned.threads, labels)))
+        plan = from_dict(dict(read_json(file)), FinetunePlan, str(file))
+        threads = f" on {format_count(plan.threads, 'CPU thread')}" if plan.threads else ""
+        numbers = " and ".join(map(str, plan.label_counts))
+        say(f"each fine-tuning takes {format_count(plan.max_steps, 'step')}{threads}, with {numbers} labels")
+        return plan
 
-    def finetune_arm(self, arm: str, checkpoint: Path, length: dict[str, int]) -> dict[int, dict[str, Any]]:
+    def finetune_arm(self, arm: str, checkpoint: Path, plan: FinetunePlan) -> dict[int, dict[str, Any]]:
         """Fine-tune one arm on each number of labels, with several seeds; return the results by the number."""
+        fields = {"max_steps": plan.max_steps, "threads": plan.threads}
         return {
-            labels: finetune(self.finetune_recipe(arm, checkpoint, labels, **length), resume=self.resume)
-            for labels in LABEL_COUNTS
+            labels: finetune(self.finetune_recipe(arm, checkpoint, labels, **fields), resume=self.resume)
+            for labels in plan.label_counts
         }
 
     def result_row(self, num_labels: int, scores: dict[str, dict[str, Any]]) -> dict[str, Any]:

@@ -365,7 +365,11 @@ def make_pydocs_examples(task: str, split: str, records: Sequence[DocstringRecor
     records = load_pydocs() if records is None else records
     chosen = select_split(records, split)
     if task == "classify":
-        return make_classify_examples(chosen, select_package_classes(records))
+        examples = make_classify_examples(chosen, select_package_classes(records))
+        if split == "test":  # two long docstrings may begin with the same words
+            known = {first_words_on_one_line(r.text, MAX_CLASSIFY_WORDS) for r in records if split_of(r.text) != split}
+            examples = [e for e in examples if e.texts[0] not in known]
+        return examples
     return make_pair_examples(chosen) if task == "pair" else make_summary_examples(chosen)
 
 
