@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 import firth
-from firth.cli.main import main
+from firth.cli.main import app, main
 
 # Runs several command lines in one process, and prints the exit code of each and whether torch is loaded after it.
 RUN_ALL = """
@@ -59,6 +59,11 @@ def outcomes(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     assert "Traceback" not in found.stderr
     assert [path.name for path in folder.iterdir()] == ["here.txt"], "a mistake writes nothing"
     return dict(zip(lines, found.stdout.splitlines(), strict=True))
+
+
+def test_the_list_of_commands_cuts_no_sentence(capsys: pytest.CaptureFixture[str]) -> None:
+    app(["--help"], standalone_mode=False)
+    assert "..." not in capsys.readouterr().out.replace("[ARGS]...", "")
 
 
 @pytest.mark.parametrize("line", RIGHT)

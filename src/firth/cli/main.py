@@ -479,7 +479,9 @@ def show_version(value: bool) -> None:
 
 @app.callback()
 def top_level(
-    show: Annotated[bool, typer.Option("--version", is_eager=True, callback=show_version)] = False,
+    show: Annotated[
+        bool, typer.Option("--version", is_eager=True, callback=show_version, help="Print the version and exit.")
+    ] = False,
 ) -> None: ...
 
 

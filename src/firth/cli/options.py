@@ -280,7 +280,8 @@ def add_command(
         parameters = [o.parameter() for o in options] + [HELP_ALL]
         run.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
         run.__annotations__ = {p.name: p.annotation for p in parameters}
-        app.command(name or function.__name__, cls=Command, help=description)(run)
+        sentence = description.partition(". ")[0].rstrip(".") + "."  # whole: Typer would cut it at 45 characters
+        app.command(name or function.__name__, cls=Command, help=description, short_help=sentence)(run)
         return function
 
     return decorate
