@@ -386,7 +386,8 @@ def pretrain(
             try:
                 results = pretrain_in_folder(folder, recipe, resume, clock.start_time, allow_change, rewind)
             except Interrupted as e:
-                if dist.is_main_process and e.code == Interrupted.code:  # SIGTERM wants the process to end at once
+                # SIGTERM, which torchrun sends too, wants the process to end at once.
+                if dist.world_size == 1 and e.code == Interrupted.code:
                     with report_errors():
                         write_interrupted_report(folder, clock.elapsed_seconds)
                 raise
