@@ -62,13 +62,15 @@ def test_files_follow_the_umask(mask: int, tmp_path: Path) -> None:
 def test_a_model_that_fits_nowhere_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     estimate = estimate_resources(TINY, TrainingConfig())
     assert estimate.memory_bytes == 16 * estimate.parameters
+    assert estimate.needed_memory(CPU) == 28 * estimate.parameters  # and a copy of weights and optimizer
+    assert estimate._replace(copies_checkpoints=False).needed_memory(CPU) == 16 * estimate.parameters
     check_resources(estimate, tmp_path / "run", CPU)
     usage = namedtuple("usage", "total used free")
     monkeypatch.setattr("shutil.disk_usage", lambda path: usage(10**9, 10**9, 1_000_000))
     with pytest.raises(UserError, match=r"one checkpoint takes [\d.]+ MB, and the disk has 1.0 MB free"):
         check_resources(estimate, tmp_path / "run", CPU)
     monkeypatch.setattr(resources, "available_memory", lambda device: 2_000_000)
-    with pytest.raises(UserError, match=r"parameters take [\d.]+ MB for weights, gradients .* has 2.0 MB free"):
+    with pytest.raises(UserError, match=r"parameters take [\d.]+ MB for weights, gradients, .* has 2.0 MB free"):
         check_resources(estimate, tmp_path / "run", CPU)
     assert not (tmp_path / "run").exists()
 

@@ -104,7 +104,7 @@ def describe_training(
         "steps": steps,
         "rows_per_step": training.global_batch_size,
         "row_length": training.max_seq_length,
-        "memory_bytes": estimate.memory_bytes,
+        "memory_bytes": estimate.needed_memory(device),
         "free_memory_bytes": available_memory(device),
         "checkpoint_bytes": estimate.checkpoint_bytes,
         "free_disk_bytes": free_disk_bytes(folder),

@@ -34,6 +34,11 @@ class ResourceEstimate(NamedTuple):
     memory_bytes: int  # weights, gradients and optimizer state
     checkpoint_bytes: int  # weights, optimizer state and averaged weights
     step_flops: float  # forward and backward of one optimizer step
+    copies_checkpoints: bool  # into host memory, to write them in the background
+
+    def needed_memory(self, device: torch.device) -> int:
+        """Bytes on this device; on a CPU the copy of a checkpoint lies in the same memory."""
+        return self.memory_bytes + self.checkpoint_bytes * (self.copies_checkpoints and device.type == "cpu")
 
     def step_seconds(self, flops_per_second: float) -> float:
         return self.step_flops / flops_per_second
@@ -53,6 +58,7 @@ def estimate_resources(config: ModelConfig, training: TrainingConfig, trainable_
         FLOAT_BYTES * (weights + trained + state + average),
         FLOAT_BYTES * (weights + state + average),
         3 * flops_per_token(config, training.max_seq_length) * tokens,
+        training.async_save,
     )
 
 
@@ -95,13 +101,15 @@ def check_resources(
     num_tokens: int | None = None,
 ) -> None:
     """Raise UserError for a run that cannot fit into memory or on the disk; warn about one that makes no sense."""
-    free = available_memory(device)
-    if free and estimate.memory_bytes / num_processes > free:
+    free, needed = available_memory(device), estimate.needed_memory(device)
+    if free and needed / num_processes > free:
+        copy = f", and --no-async-save saves {format_bytes(needed - estimate.memory_bytes)}"
         where = "the GPU has" if device.type == "cuda" else "this machine has"
         raise UserError(
-            f"{estimate.parameters:,} parameters take {format_bytes(estimate.memory_bytes)} for weights, gradients and "
-            f"optimizer state, and {where} {format_bytes(free)} free. Choose a smaller model (`firth models`); "
-            "--optim adafactor halves it, and --lora-rank 8 fine-tunes with less."
+            f"{estimate.parameters:,} parameters take {format_bytes(needed)} for weights, gradients, optimizer state "
+            f"and the copy of a checkpoint, and {where} {format_bytes(free)} free. Choose a smaller model "
+            "(`firth models`); --optim adafactor halves it, --lora-rank 8 fine-tunes with less"
+            f"{copy * (needed > estimate.memory_bytes)}."
         )
     check_disk_space(folder, estimate.checkpoint_bytes, "one checkpoint")
     large = estimate.parameters >= MIN_WARNED_PARAMETERS
@@ -114,6 +122,6 @@ def check_resources(
         seconds = estimate.step_seconds(measure_flops(device))
         if seconds > MAX_STEP_SECONDS:
             warn(
-                f"a step takes about {format_duration(seconds)} here, and {format_bytes(estimate.memory_bytes)} of "
+                f"a step takes about {format_duration(seconds)} here, and {format_bytes(needed)} of "
                 "memory plus activations. Lower --per-device-train-batch-size, or choose a smaller model."
             )
