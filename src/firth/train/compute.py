@@ -129,12 +129,12 @@ def load_average() -> float:
     return os.getloadavg()[0] if hasattr(os, "getloadavg") else 0.0
 
 
-def choose_threads(choices: Sequence[int], time_step: Callable[[], float]) -> None:
-    """Set the number of threads with the shortest step. Each is timed twice, in turns: other programs come and go."""
+def choose_threads(choices: Sequence[int], time_step: Callable[[], float], turns: int = 2) -> None:
+    """Set the number of threads with the shortest step. Each is timed in `turns`: other programs come and go."""
     if not choices:
         return
     seconds = dict.fromkeys(choices, float("inf"))
-    for threads in (*choices, *choices):
+    for threads in (*choices,) * turns:
         torch.set_num_threads(threads)
         seconds[threads] = min(seconds[threads], time_step())
     best = min(seconds, key=lambda threads: seconds[threads])

@@ -97,6 +97,7 @@ ScheduledRecipeT = TypeVar("ScheduledRecipeT", bound=TrainingConfig)
 ThreadResultT = TypeVar("ThreadResultT")
 GOLDEN_RATIO = 0.6180339887  # multiples of it, modulo 1, cover a run evenly from the first few on
 EVALS_PER_PRETRAINING = 10  # evaluations per run without --eval-steps
+SLOW_STEP_SECONDS = 0.5
 MIN_USEFUL_STEPS = 300  # steps: after fewer a model from scratch has hardly learnt more than word frequencies
 
 
@@ -624,12 +625,16 @@ def time_steps(
         total.item()
         return dist_context.broadcast(time.monotonic() - start)
 
-    timed(range(3))
+    # Slow steps are timed briefly: the run plans again, and timing must not take its minutes.
+    is_slow = timed(range(1)) > SLOW_STEP_SECONDS and compute.device.type == "cpu" and not compute.compile
+    if not is_slow:
+        timed(range(1, 3))
     if wait_ready is not None:
         wait_ready()
-    choose_threads(threads, lambda: timed(range(3, 5)) / 2)
-    one = timed(range(3, 6)) / 3
-    count = max(3, min(200, int(seconds / one)))
+    trials = range(3, 4) if is_slow else range(3, 6)
+    choose_threads(threads, lambda: timed(trials[:2]) / len(trials[:2]), turns=1 if is_slow else 2)
+    one = timed(trials) / len(trials)
+    count = max(1 if is_slow else 3, min(200, int(seconds / one)))
     step_seconds = timed(range(6, 6 + count)) / count
     start = time.monotonic()
     if evaluate is not None:
