@@ -128,7 +128,7 @@ def test_a_signal_to_torchrun_saves_and_stops_all(number: signal.Signals, corpus
     process.send_signal(number)
     _, said = process.communicate(timeout=120)
     assert process.returncode != 0
-    assert said.count("the same command with --resume goes on") == 1, said
+    assert said.count("resume with the same command and --resume") == 1, said
     newest = max(folder.glob("checkpoint-*"), key=lambda p: int(p.name.split("-")[1]))
     assert find_corruption(newest) is None
     assert f"stopped at {newest.name.replace('checkpoint-', 'step ')} of {STEPS}" in said
