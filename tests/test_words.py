@@ -49,7 +49,8 @@ def test_a_run_has_the_files_of_every_run(run: Path) -> None:
 
 def test_a_finished_run_is_not_done_again(run: Path, corpus_file: Path) -> None:
     before = json.loads((run / "results.json").read_text())
-    assert api.pretrain("word2vec", corpus_file, run, lowercase=True, overrides=WORDS, resume=True) == before
+    again = api.pretrain("word2vec", corpus_file, run, lowercase=True, overrides=WORDS, resume=True)
+    assert {name: again[name] for name in before} == before
     with pytest.raises(UserError, match="exists already"):
         api.pretrain("word2vec", corpus_file, run, lowercase=True, overrides=WORDS)
 
