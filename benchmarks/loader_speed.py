@@ -16,6 +16,7 @@ import statistics
 import time
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 
 import numpy as np
 from train_speed import ON_GPU as WORKLOADS
@@ -40,9 +41,9 @@ def measure(shards: ShardSet, name: str, steps: int) -> list[float]:
     )  # fmt: skip
     batches = make_pretrain_batch_fn(recipe, make_row_dataset(recipe, shards, held_out=False), shards.tokenizer)
     found = []
-    for turn in range(TURNS + 1):
+    for first in range(0, (TURNS + 1) * steps, steps):
         tokens, start = 0, time.perf_counter()
-        for _, micro, _, _ in prefetch_batches(batches, turn * steps, (turn + 1) * steps):
+        for _, micro, _, _ in prefetch_batches(batches, first, partial(int, first + steps)):
             tokens += sum(batch.num_tokens for batch in micro)
         found.append(tokens / (time.perf_counter() - start))
     return found[1:]

@@ -81,7 +81,7 @@ def children(pid: int) -> list[int]:
     return [int(child) for child in found]
 
 
-@pytest.mark.parametrize(("workers", "dedup"), [(1, "exact"), (2, "near")])
+@pytest.mark.parametrize(("workers", "dedup"), [(1, "exact"), pytest.param(2, "near", marks=pytest.mark.slow)])
 def test_killed_at_any_moment(text: Path, whole: Path, tmp_path: Path, workers: int, dedup: str) -> None:
     rng = random.Random(workers)
     for _ in range(4):

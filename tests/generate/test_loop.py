@@ -249,7 +249,10 @@ def test_beyond_the_length_it_was_made_for_they_write_the_same(
     [ForcedTokens(), ForcedTokens(eos=2), ForcedTokens(bos=7), ForcedTokens(9, 2), ForcedTokens(9, 11)],
     ids=str,
 )
-@pytest.mark.parametrize(("num_beams", "place"), [(1, "generation_config.json"), (3, "config.json")])
+@pytest.mark.parametrize(
+    ("num_beams", "place"),
+    [pytest.param(1, "generation_config.json", marks=pytest.mark.slow), (3, "config.json")],
+)
 def test_what_is_forced_is_theirs(
     forced: ForcedTokens, num_beams: int, place: str, tokenizers: Any, tmp_path: Path
 ) -> None:

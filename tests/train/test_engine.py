@@ -208,7 +208,12 @@ FAMILIES = (
 )
 
 
-@pytest.mark.parametrize("name", FAMILIES)
+FAST_FAMILIES = ("bert-tiny", "modernbert-tiny", "gpt2-tiny", "t5-tiny")
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=() if name in FAST_FAMILIES else pytest.mark.slow) for name in FAMILIES]
+)
 def test_every_family_runs_in_bfloat16(name: str) -> None:
     """No module insists on float32; the loss is within 2% of float32, and all parameters get gradients."""
     recipe = recipe_for(replace(get_preset(name), vocab_size=200))

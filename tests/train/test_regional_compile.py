@@ -83,7 +83,7 @@ def three_steps(layers: int, family: str, machine: ComputeConfig, fp8: bool = Fa
 FAMILIES = ["bert", "gpt2", "llama", "modernbert", "deberta", "albert", "t5", "bart"]
 FAST_FAMILIES = ("bert", "gpt2")
 WAYS = [
-    pytest.param(family, fp8, marks=() if family in FAST_FAMILIES else pytest.mark.slow)
+    pytest.param(family, fp8, marks=() if family in FAST_FAMILIES and not fp8 else pytest.mark.slow)
     for family, fp8 in [(family, False) for family in FAMILIES] + [("bert", True), ("llama", True), ("t5", True)]
 ]
 
@@ -104,6 +104,7 @@ def test_compiled_regions_give_equal_steps_with_few_programs(family: str, fp8: b
     assert compiler.programs == 2 * made, "as many for more layers"
 
 
+@pytest.mark.slow
 def test_with_activation_checkpointing_and_bf16_weights(monkeypatch: pytest.MonkeyPatch) -> None:
     """With dropout, and with a partitioner that saves other tensors for the backward pass than eager mode does."""
     monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend="aot_eager"))

@@ -57,7 +57,7 @@ from firth.train.loop import SpeedMeter, handle_stop_signals
 
 MIN_WORD2VEC_TOKENS, MAX_EPOCHS = 20_000_000, 50  # default of word2vec's epochs: tokens to read in all, and the limit
 MAX_TIMING_SECONDS = 4.0  # longest timing of steps for `minutes`
-DIVERGENCE_FACTOR = 3.0  # a loss of so many times that of untrained vectors is reported as divergence
+DIVERGENCE_FACTOR = 3.0  # a loss above this multiple of that of untrained vectors is reported as divergence
 RATE_NAMES: dict[type[WordVectorRecipe], str] = {Word2VecRecipe: "alpha", GloVeRecipe: "eta"}  # learning rates
 VECTOR_STATE_FILE = "state.safetensors"
 
