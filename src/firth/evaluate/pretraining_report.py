@@ -143,10 +143,12 @@ def write_ngram_report(folder: Path, results: Mapping[str, Any]) -> dict[str, st
     passages = find_passages(shards, fills=False, max_length=None)
     page = HtmlPage(f"n-grams up to order {len(results['ngrams'])}", "pretraining.css.j2", "pretrain")
     loss, is_held_out = find_token_loss(results)
-    place = "held-out text" if is_held_out else "the training text (no text is held out)"
+    source = "held-out text" if is_held_out else "the training text (no text is held out)"
     entropy, summary = results["unigram_entropy"], compare_loss(loss, results["unigram_entropy"])
     page.add_fragment("pretraining.html.j2", "lead", f"{summary[0].upper()}{summary[1:]}.")
-    page.add_paragraph(f"On {place} the loss is {loss:.2f} nats per token; token frequencies alone have {entropy:.2f}.")
+    page.add_paragraph(
+        f"On {source} the loss is {loss:.2f} nats per token; token frequencies alone have {entropy:.2f}."
+    )
     page.add_table(["order", "n-grams"], list(enumerate(results["ngrams"], 1)), "Distinct n-grams that were counted.")
     if passages:
         generated = generate_ngram_results(load_ngram(final), [p.before for p in passages], SAMPLING)

@@ -53,7 +53,7 @@ def finetuning_defaults(model: ModelConfig, optim: str | None = None, lora: bool
 
     AdamW's learning rate is 5e-5 at width 768 and higher for narrower models. T5 is fine-tuned with Adafactor, as
     published: its embeddings start at N(0, 1), which AdamW's steps of one size hardly change, while Adafactor's are
-    relative to the weights. Its rate falls with the width (docs/results.md). LoRA's updates start at 0 and need AdamW.
+    relative to the weights. The rate falls with the width, as the published one is lower. LoRA needs AdamW.
     """
     relative = isinstance(model.init, FanInInit) and model.recurrent is None and not lora
     if optim == "adafactor" or (optim is None and relative):
