@@ -5,7 +5,6 @@ from __future__ import annotations
 import io
 
 import pytest
-from rich.console import Console
 
 from firth.core import console
 
@@ -14,7 +13,7 @@ NAME, WORDS = "a-checkpoint-with-a-name-of-more-than-eighty-characters/" + 40 * 
 
 def table(monkeypatch: pytest.MonkeyPatch, **options: object) -> str:
     file = io.StringIO()
-    monkeypatch.setattr(console, "stdout_console", Console(file=file, **options))  # type: ignore[arg-type]
+    monkeypatch.setattr(console, "stdout_console", console.SafeConsole(file=file, **options))
     console.show_table("Title", ["name", "text", "score"], [(NAME, WORDS.strip(), 0.5), ("short", "", 1)])
     return file.getvalue()
 

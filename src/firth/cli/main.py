@@ -10,6 +10,8 @@ import sys
 import traceback
 from functools import partial
 from importlib.metadata import version
+from io import TextIOWrapper
+from itertools import chain
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -19,7 +21,7 @@ from typer.exceptions import TyperException
 from firth import __version__
 from firth.cli import options as opt
 from firth.cli import render
-from firth.core.console import format_count, say, set_quiet, show_table, stderr_console
+from firth.core.console import format_count, print_error, print_text, say, set_quiet, show_table, stderr_console
 from firth.core.errors import Interrupted, UserError
 from firth.generate.config import GenerationConfig
 from firth.tasks import FinetuneRecipe
@@ -304,9 +306,9 @@ def generate(
     pieces = stream_text(model, encoded[0], **settings)
     first = next(pieces, "")  # raises for invalid settings before anything is printed
     continues = isinstance(encoded[0], str) and model.config.architecture != "encoder-decoder"
-    print(texts[0] if continues else "", end=first, flush=True)
-    for piece in pieces:
-        print(piece, end="", flush=True)
+    print_text(texts[0] if continues else "", end="")
+    for piece in chain([first], pieces):
+        print_text(piece, end="")
     print()
 
 
@@ -490,6 +492,8 @@ def main() -> None:
     debug = "--debug" in sys.argv[1:]
     arguments = [a for a in sys.argv[1:] if a != "--debug"]
     logging.captureWarnings(not debug)
+    if isinstance(sys.stdout, TextIOWrapper):  # a file name that is not UTF-8; in JSON the escape is JSON's own
+        sys.stdout.reconfigure(errors="backslashreplace")
     try:
         code = app(arguments or ["--help"], prog_name="firth", standalone_mode=False)
     except KeyboardInterrupt:  # a second one, while the first one is handled
@@ -517,7 +521,7 @@ def exit_with_error(error: Exception) -> None:
         code = report_error(error)
     except Exception:
         code = 1
-        stderr_console.print(traceback.format_exc(), markup=False)
+        stderr_console.print(traceback.format_exc())
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(code)
@@ -550,11 +554,6 @@ def report_error(error: Exception) -> int:
         say(f"another process of this run has ended, so this one ends too ({str(error).splitlines()[0][:200]})")
         return 1
     raise error
-
-
-def print_error(message: str) -> None:
-    stderr_console.print("[red]error:[/red] ", end="")
-    stderr_console.print(message, markup=False)
 
 
 def describe_usage_error(error: TyperException) -> str:

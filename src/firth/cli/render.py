@@ -10,7 +10,15 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from firth.core.console import escape_character, format_count, format_duration, say, show_table, stdout_console
+from firth.core.console import (
+    escape_character,
+    format_count,
+    format_duration,
+    print_text,
+    say,
+    show_table,
+    stdout_console,
+)
 from firth.core.files import format_bytes, replace_nonfinite
 
 if TYPE_CHECKING:
@@ -240,7 +248,7 @@ def print_generated_texts(results: list[dict[str, Any]], as_json: bool) -> None:
     if as_json:
         print_json({"text": results[0]["text"], "results": results})
     else:
-        print("\n\n".join(result["text"] for result in results))
+        print_text("\n\n".join(result["text"] for result in results))
 
 
 def visible_text(text: str) -> str:

@@ -1,33 +1,79 @@
-"""Console output of the commands: messages and progress on stderr, tables on stdout."""
+"""Console output of the commands: messages and progress on stderr, tables on stdout.
+
+File names and texts come from others, and an escape sequence in one could retitle the window, hide a line or fake one.
+So every message passes `escape_controls` here, at the last step before the terminal.
+"""
 
 from __future__ import annotations
 
 import os
+import re
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import TypeVar
+from typing import Any, TypeVar
 
-from rich.console import Console
-from rich.markup import escape
+from rich.console import Console, ConsoleOptions, RenderableType
+from rich.segment import Segment
 from rich.table import Table
+from rich.text import Text
 
 ItemT = TypeVar("ItemT")
 MAX_PIPED_COLUMNS = 10_000  # width of a table that is not wrapped
+# Control characters but line ends and tabs, marks that reverse the direction of text, and surrogates: the bytes of a
+# file name that is not UTF-8.
+CONTROLS = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069\ud800-\udfff]")
 
-stderr_console = Console(stderr=True, highlight=False, soft_wrap=True)
-stdout_console = Console(highlight=False)
+
+def escape_controls(text: str) -> str:
+    """Return a text whose control characters are visible instead of obeyed; line ends and tabs stay.
+
+    >>> escape_controls("a\\x1b[2Jb"), escape_controls("caf\\udce9.txt"), escape_controls("naïve\\t字")
+    ('a\\\\x1b[2Jb', 'caf\\\\xe9.txt', 'naïve\\t字')
+    """
+    return CONTROLS.sub(_escape_control, text)
+
+
+def _escape_control(match: re.Match[str]) -> str:
+    code = ord(match[0])
+    code -= 0xDC00 if 0xDC80 <= code <= 0xDCFF else 0  # PEP 383: the byte that could not be decoded
+    return f"\\x{code:02x}" if code < 0x100 else f"\\u{code:04x}"
+
+
+class SafeConsole(Console):
+    """A console without markup and emoji codes (`e.txt:100:` is a place in a file) that escapes control characters."""
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(markup=False, emoji=False, highlight=False, **options)
+
+    def render(self, renderable: RenderableType, options: ConsoleOptions | None = None) -> Iterable[Segment]:
+        for segment in super().render(renderable, options):
+            yield segment if segment.control else segment._replace(text=escape_controls(segment.text))
+
+
+stderr_console = SafeConsole(stderr=True, soft_wrap=True)
+stdout_console = SafeConsole()
 
 
 def say(message: str) -> None:
     """Print one line on stderr; stdout stays free for tables and JSON."""
-    stderr_console.print(escape(message))
+    stderr_console.print(escape_controls(message))  # rich removes some control characters instead of showing them
 
 
 def warn(message: str) -> None:
     """Print one highlighted line on stderr."""
-    stderr_console.print("[yellow]note:[/yellow] " + escape(message))
+    stderr_console.print(Text.assemble(("note:", "yellow"), " ", escape_controls(message)))
+
+
+def print_error(message: str) -> None:
+    """Print the error that ends a command on stderr."""
+    stderr_console.print(Text.assemble(("error:", "red"), " ", escape_controls(message)))
+
+
+def print_text(text: str, end: str = "\n") -> None:
+    """Print a text on stdout as it is; a terminal gets it with its control characters escaped."""
+    print(escape_controls(text) if sys.stdout.isatty() else text, end=end, flush=True)
 
 
 def show_table(title: str, columns: Sequence[str], rows: Iterable[Sequence[object]]) -> None:
@@ -38,10 +84,10 @@ def show_table(title: str, columns: Sequence[str], rows: Iterable[Sequence[objec
     """
     table = Table()
     for i, column in enumerate(columns):
-        table.add_column(column, justify="left" if i == 0 else "right", overflow="fold")
+        table.add_column(escape_controls(column), justify="left" if i == 0 else "right", overflow="fold")
     for row in rows:
-        table.add_row(*(escape(str(cell)) for cell in row))
-    stdout_console.print(escape(title), soft_wrap=True)  # Table(title=...) would wrap it at the table's width
+        table.add_row(*(escape_controls(str(cell)) for cell in row))
+    stdout_console.print(escape_controls(title), soft_wrap=True)  # Table(title=...) would wrap it at the table's width
     if stdout_console.is_terminal or "COLUMNS" in os.environ:
         stdout_console.print(table)
         return
@@ -149,7 +195,7 @@ class StatusLine:
         if stderr_console.quiet or (not force and now - self.last_shown_s < self.interval_s):
             return
         self.last_shown_s = now
-        text = f"{self.overall or ''}{text}"
+        text = escape_controls(f"{self.overall or ''}{text}")
         if self.is_live:
             text = text[: max(stderr_console.width - 1, 20)]
             sys.stderr.write("\r" + text.ljust(self.width))
