@@ -20,7 +20,7 @@ from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 from firth.core.console import format_count, progress, quiet, say, warn
-from firth.core.errors import Interrupted, UserError, did_you_mean
+from firth.core.errors import Interrupted, UserError, did_you_mean, quote
 from firth.core.files import atomic_folder, check_output_folder, find_corruption, read_json, write_json
 from firth.core.html import resolve_page_path
 from firth.core.serialization import TYPE_KEY, to_dict
@@ -145,7 +145,7 @@ def check(
     page = resolve_page_path(Path(output_dir), "check", overwrite)
     for kind in kinds:
         if kind not in TOKENIZER_KINDS:
-            raise UserError(f"--kinds: unknown kind of tokenizer {kind!r}. {did_you_mean(kind, TOKENIZER_KINDS)}")
+            raise UserError(f"--kinds: unknown kind of tokenizer {quote(kind)}. {did_you_mean(kind, TOKENIZER_KINDS)}")
     if small := [size for size in vocab_sizes if size < 1]:
         raise UserError(f"--vocab-sizes: {small[0]} is not a size. Write whole numbers, as 4096,8192.")
     if sample < 1000:
@@ -776,7 +776,7 @@ def parse_named_sources(sources: Sequence[str | Path]) -> dict[str, str]:
         raise UserError("Two --data have the same name. Write --data a=a.txt --data b=b.txt.")
     for name, path in by_name.items():
         if Path(name).name != name:
-            raise UserError(f"--data {name}={path}: {name!r} cannot name a folder. Use letters and digits.")
+            raise UserError(f"--data {name}={path}: {quote(name)} cannot name a folder. Use letters and digits.")
     return by_name
 
 
@@ -785,7 +785,7 @@ def objective_fields(name: str | None) -> dict[str, Any] | None:
     if name is None:
         return None
     if name not in OBJECTIVES:
-        raise UserError(f"Unknown objective {name!r}. {did_you_mean(name, OBJECTIVES)}")
+        raise UserError(f"Unknown objective {quote(name)}. {did_you_mean(name, OBJECTIVES)}")
     return {TYPE_KEY: type(OBJECTIVES[name]).__name__, **to_dict(OBJECTIVES[name])}
 
 
@@ -975,7 +975,7 @@ def name_tasks(
     if not isinstance(train, Mapping) or not isinstance(dev, Mapping):
         raise UserError("Several tasks need a name for every file: --train a=train.csv --dev a=dev.csv --train b=...")
     if isinstance(prefix, str):
-        raise UserError(f"prefix {prefix!r} names no task: write --prefix NAME={prefix!r} for each of several tasks.")
+        raise UserError(f"prefix {quote(prefix)} names no task. Write --prefix NAME={quote(prefix)} for each task.")
     by_task = task if isinstance(task, Mapping) else dict.fromkeys(train, task) if task else {}
     for option, given in {"--dev": dev, "--task": by_task, "--prefix": prefix or {}}.items():
         if unknown := [name for name in given if name not in train]:
@@ -983,7 +983,7 @@ def name_tasks(
     if missing := [name for name in train if name not in dev]:
         raise UserError(f"--train {missing[0]}={train[missing[0]]} has no --dev {missing[0]}=FILE.")
     if wrong := [name for name in train if not re.fullmatch(r"[\w-]+", name)]:
-        raise UserError(f"The task name {wrong[0]!r} may have letters, digits, - and _ only.")
+        raise UserError(f"The task name {quote(wrong[0])} may have letters, digits, - and _ only.")
     return {
         name: {
             "task": by_task.get(name) or infer_task(file, columns, encoding),

@@ -22,7 +22,7 @@ from firth import __version__
 from firth.cli import options as opt
 from firth.cli import render
 from firth.core.console import format_count, print_error, print_text, say, set_quiet, show_table, stderr_console
-from firth.core.errors import Interrupted, UserError
+from firth.core.errors import MAX_REASON_CHARS, Interrupted, UserError, shorten
 from firth.generate.config import GenerationConfig
 from firth.tasks import FinetuneRecipe
 from firth.train import Recipe, read_yaml_mapping
@@ -564,7 +564,7 @@ def describe_usage_error(error: TyperException) -> str:
     if parameter is not None:
         name = parameter.opts[0] if parameter.opts[0].startswith("-") else parameter.metavar or parameter.name.upper()
         return f"{name} is missing.{hint}"
-    message = error.format_message()
+    message = shorten(error.format_message(), MAX_REASON_CHARS)
     if missing := next(
         (advice for name, advice in MISSING_COMMANDS.items() if f"No such command '{name}'" in message), ""
     ):

@@ -27,7 +27,7 @@ import typer
 from typer.core import TyperCommand
 
 from firth.cli.render import render_help
-from firth.core.errors import UserError
+from firth.core.errors import UserError, quote
 from firth.generate.config import GenerationConfig
 from firth.objectives import OBJECTIVES
 from firth.tasks import FINETUNE_TASKS
@@ -108,11 +108,11 @@ class Option(NamedTuple):
         if self.parse is not None:
             return self.parse(text, name)
         if self.choices and text not in self.choices:
-            raise UserError(f"{name}: {text!r} is not one of {', '.join(self.choices)}.")
+            raise UserError(f"{name}: {quote(text)} is not one of {', '.join(self.choices)}.")
         try:
             value = self.kind(text)
         except ValueError:
-            raise UserError(f"{name}: {text!r} is not {VALUE_NAMES[self.kind]}.") from None
+            raise UserError(f"{name}: {quote(text)} is not {VALUE_NAMES[self.kind]}.") from None
         for bound, limit in self.bounds.items():
             holds, words = BOUNDS[bound]
             if not holds(value, limit):
@@ -320,7 +320,7 @@ def parse_columns(text: str, option: str) -> dict[str, str]:
     """
     pairs = [part.partition("=") for part in text.split(",") if part]
     if bad := [name for name, equals, value in pairs if not (name and equals and value)]:
-        raise UserError(f"{option}: {bad[0]!r} is not name=column. Write {option} text=sentence,label=gold.")
+        raise UserError(f"{option}: {quote(bad[0])} is not name=column. Write {option} text=sentence,label=gold.")
     return {name: value for name, _, value in pairs}
 
 
@@ -351,7 +351,7 @@ def parse_bytes(text: str, option: str) -> int | None:
     units = {"": 1, "k": 1e3, "m": 1e6, "g": 1e9, "t": 1e12, "ki": 2**10, "mi": 2**20, "gi": 2**30, "ti": 2**40}
     match = re.fullmatch(r"(\d+\.?\d*|\.\d+)\s*([a-z]*?)b?", text.strip().lower())
     if match is None or match[2] not in units:
-        raise UserError(f"{option}: {text!r} is not a size. Write it as 512MB or 4GB.")
+        raise UserError(f"{option}: {quote(text)} is not a size. Write it as 512MB or 4GB.")
     return int(float(match[1]) * units[match[2]])
 
 
@@ -364,7 +364,7 @@ def parse_numbers(text: str, option: str) -> dict[str, float]:
     try:
         return {name.strip(): float(value) for name, _, value in pairs}
     except ValueError:
-        raise UserError(f"{option}: {text!r} is not NAME=NUMBER. Write {option} a=0.7,b=0.3.") from None
+        raise UserError(f"{option}: {quote(text)} is not NAME=NUMBER. Write {option} a=0.7,b=0.3.") from None
 
 
 def parse_list(text: str, option: str) -> list[str]:
@@ -379,7 +379,7 @@ def parse_sizes(text: str, option: str) -> list[int]:
     try:
         return list(map(int, parse_list(text, option)))
     except ValueError:
-        raise UserError(f"{option}: {text!r} is not a list of whole numbers. Write {option} 4096,8192.") from None
+        raise UserError(f"{option}: {quote(text)} is not a list of whole numbers. Write {option} 4096,8192.") from None
 
 
 def parse_escapes(text: str, option: str) -> str:
@@ -389,7 +389,7 @@ def parse_escapes(text: str, option: str) -> str:
 
 def parse_resume(text: str, option: str) -> bool:
     if text.lower() not in ("auto", "true"):
-        raise UserError(f"{option}: {text!r} is not 'auto', the last complete checkpoint of the run.")
+        raise UserError(f"{option}: {quote(text)} is not 'auto', the last complete checkpoint of the run.")
     return True
 
 

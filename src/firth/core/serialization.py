@@ -17,10 +17,13 @@ import cattrs
 from cattrs.errors import ForbiddenExtraKeysError
 from cattrs.gen import make_dict_structure_fn
 
-from firth.core.errors import UserError, did_you_mean
+from firth.core.errors import UserError, did_you_mean, quote, shorten
 
 DataclassT = TypeVar("DataclassT")
 TYPE_KEY = "kind"
+MAX_LISTED_MISTAKES = 10  # of one file or recipe
+MAX_MISTAKE_CHARS = 1_000  # our own messages list choices; another library's may hold the whole value
+MAX_INT = 2**63  # larger whole numbers fit into no array or tensor
 
 
 def _union_members(t: Any) -> dict[str, type]:
@@ -40,10 +43,10 @@ def _structure_union(t: Any) -> Callable[[Any, Any], Any]:
         if isinstance(value, str):  # `objective: MLM` is short for `objective: {kind: MLM}`
             value = {TYPE_KEY: value}
         if not isinstance(value, dict) or (TYPE_KEY not in value and len(choices) > 1):
-            raise ValueError(f"needs a {TYPE_KEY!r}, one of {', '.join(choices)}")
+            raise ValueError(f"needs a {quote(TYPE_KEY)}, one of {', '.join(choices)}")
         kind = value.get(TYPE_KEY, next(iter(choices)))
         if kind not in choices:
-            raise ValueError(f"unknown {TYPE_KEY} {kind!r}. {did_you_mean(str(kind), choices)}")
+            raise ValueError(f"unknown {TYPE_KEY} {quote(kind)}. {did_you_mean(str(kind), choices)}")
         return _converter.structure({k: v for k, v in value.items() if k != TYPE_KEY}, choices[kind])
 
     return structure
@@ -64,8 +67,10 @@ def _structure_scalar(scalar_type: type, *accepted_types: type) -> Callable[[Any
             with suppress(ValueError):
                 return float(value)
         elif isinstance(value, accepted_types) and (scalar_type is bool or not isinstance(value, bool)):
+            if isinstance(value, int) and not -MAX_INT <= value < MAX_INT:
+                raise ValueError(f"{quote(value)} is too large")
             return scalar_type(value)
-        raise ValueError(f"{value!r} is not {TYPE_DESCRIPTIONS[scalar_type]}")
+        raise ValueError(f"{quote(value)} is not {TYPE_DESCRIPTIONS[scalar_type]}")
 
     return structure
 
@@ -73,7 +78,7 @@ def _structure_scalar(scalar_type: type, *accepted_types: type) -> Callable[[Any
 def _structure_literal(t: Any) -> Callable[[Any, Any], Any]:
     def structure(value: Any, _: Any) -> Any:
         if value not in get_args(t):
-            raise ValueError(f"{value!r} is not one of {', '.join(map(str, get_args(t)))}")
+            raise ValueError(f"{quote(value)} is not one of {', '.join(map(str, get_args(t)))}")
         return value
 
     return structure
@@ -82,7 +87,7 @@ def _structure_literal(t: Any) -> Callable[[Any, Any], Any]:
 def _structure_tuple(t: Any) -> Callable[[Any, Any], Any]:
     def structure(value: Any, _: Any) -> Any:
         if not isinstance(value, list | tuple):  # a string is not the list of its letters
-            raise ValueError(f"{value!r} is not a list")
+            raise ValueError(f"{quote(value)} is not a list")
         return tuple(_converter.structure(item, get_args(t)[0]) for item in value)
 
     return structure
@@ -93,7 +98,7 @@ def _structure_fields(t: Any) -> Callable[[Any, Any], Any]:
 
     def structure(value: Any, _: Any) -> Any:
         if not isinstance(value, dict):
-            raise ValueError(f"{value!r} is not a mapping of keys to values")
+            raise ValueError(f"{quote(value)} is not a mapping of keys to values")
         return fields(value, t)
 
     return structure
@@ -129,7 +134,9 @@ def from_dict(value: Any, dataclass_type: type[DataclassT], where: str) -> Datac
     try:
         return _converter.structure(value, dataclass_type)
     except (cattrs.BaseValidationError, ValueError, TypeError, KeyError) as e:
-        raise UserError(f"{where}: " + "; ".join(_describe_errors(e))) from None
+        mistakes = _describe_errors(e)
+        more = f"; and {len(mistakes) - MAX_LISTED_MISTAKES:,} more" * (len(mistakes) > MAX_LISTED_MISTAKES)
+        raise UserError(f"{where}: " + "; ".join(mistakes[:MAX_LISTED_MISTAKES]) + more) from None
 
 
 def default_fields(dataclass_type: type, tree: dict[str, Any], path: Sequence[str], kind: str) -> dict[str, Any] | None:
@@ -159,12 +166,12 @@ def default_fields(dataclass_type: type, tree: dict[str, Any], path: Sequence[st
 def _describe_errors(e: BaseException, path: str = "") -> list[str]:
     if isinstance(e, ForbiddenExtraKeysError):
         names = [f.name for f in dataclasses.fields(e.cl)]
-        return [f"unknown key {path + key!r}. {did_you_mean(key, names)}" for key in sorted(e.extra_fields)]
+        return [f"unknown key {quote(path + key)}. {did_you_mean(key, names)}" for key in sorted(e.extra_fields)]
     if isinstance(e, BaseExceptionGroup):
         messages = []
         for inner in e.exceptions:
             names = [n.name for n in getattr(inner, "__notes__", []) if hasattr(n, "name")]
             messages += _describe_errors(inner, path + f"{names[0]}." if names else path)
         return messages
-    what = f"{e.args[0]!r} is missing" if isinstance(e, KeyError) else str(e)
+    what = f"{quote(e.args[0])} is missing" if isinstance(e, KeyError) else shorten(e, MAX_MISTAKE_CHARS)
     return [f"{path.rstrip('.')}: {what}" if path else what]

@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 
 from firth.core.console import format_count
-from firth.core.errors import UserError
+from firth.core.errors import UserError, shorten
 from firth.evaluate.evaluation import Evaluation
 from firth.evaluate.likelihood import CausalScorer, Scorer, SplitText, make_scorer, unknown_token_messages
 from firth.evaluate.logprobs import LogprobQuery, TokenLogprobs
@@ -54,16 +54,19 @@ def evaluate_cloze(checkpoint: Model | str | Path, examples: Sequence[Example], 
 def split_cloze(scorer: Scorer, example: Example) -> SplitText:
     """The context with its answer, split around the answer, which includes the space before it as in tokenizers."""
     if example.target is None:
-        raise UserError(f"Example {example.id} has no answer to score: add it to the column answer.")
+        raise UserError(f"Example {shorten(example.id)} has no answer to score: add it to the column answer.")
     before, after = example.texts[0], ""
     if blanks := list(BLANK_PATTERN.finditer(before)):
         if len(blanks) > 1:
-            raise UserError(f"Example {example.id} has {len(blanks)} blanks and one answer. Write one blank.")
+            raise UserError(f"Example {shorten(example.id)} has {len(blanks)} blanks and one answer. Write one blank.")
         before, after = before[: blanks[0].start()], before[blanks[0].end() :]
     elif before and not before[-1].isspace():
         before += " "
     return scorer.split_at_span(
-        before + example.target + after, len(before.rstrip()), len(before + example.target), f"Example {example.id}"
+        before + example.target + after,
+        len(before.rstrip()),
+        len(before + example.target),
+        f"Example {shorten(example.id)}",
     )
 
 
@@ -129,7 +132,7 @@ def unique_argmax(logp: np.ndarray) -> int | None:
 
 def split_choice(scorer: Scorer, context: str, choice_text: str, example_id: str | int) -> SplitText:
     return scorer.split_at_span(
-        context + choice_text, len(context.rstrip()), len(context + choice_text), f"Example {example_id}"
+        context + choice_text, len(context.rstrip()), len(context + choice_text), f"Example {shorten(example_id)}"
     )
 
 

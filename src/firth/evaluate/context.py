@@ -19,7 +19,7 @@ import numpy as np
 import torch
 
 from firth.core.console import progress, say
-from firth.core.errors import UserError, did_you_mean
+from firth.core.errors import UserError, did_you_mean, quote
 from firth.evaluate.embed import (
     EmbedInput,
     LayerChoice,
@@ -89,7 +89,7 @@ def compare_contexts(
     """
     occurrences = find_occurrences(word, texts)
     if len(occurrences) < 2:
-        raise UserError(f"{word!r} occurs only once. Give two or more texts that contain it.")
+        raise UserError(f"{quote(word)} occurs only once. Give two or more texts that contain it.")
     candidates = collect_words(among)
     if len(candidates) == MAX_CANDIDATE_WORDS:
         say(f"searching the first {MAX_CANDIDATE_WORDS:,} words of that text for neighbours")
@@ -153,7 +153,7 @@ def find_occurrences(word: str, texts: Sequence[str]) -> list[Occurrence]:
         ]
         if not spans:
             near = did_you_mean(word, {match.group() for match in ENGLISH_WORD.finditer(text)})
-            raise UserError(f"{word!r} is not in text {number}, {text!r}. {near}")
+            raise UserError(f"{quote(word)} is not in text {number}, {quote(text)}. {near}")
         occurrences += [Occurrence(text, *span) for span in spans]
     return occurrences
 
@@ -205,7 +205,7 @@ def vector_kind(source: Model | WordVectors) -> str:
 def check_words_known(vectors: WordVectors, occurrences: Sequence[Occurrence], name: str) -> None:
     for at in occurrences:
         if vectors.find(at.word) is None:
-            raise UserError(f"{name}: {at.word!r} has no vector. {did_you_mean(at.word, vectors.words[:20_000])}")
+            raise UserError(f"{name}: {quote(at.word)} has no vector. {did_you_mean(at.word, vectors.words[:20_000])}")
 
 
 def occurrence_vectors(

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from firth.core.console import format_count, progress, say, truncation_messages
-from firth.core.errors import UserError, did_you_mean
+from firth.core.errors import UserError, did_you_mean, quote, shorten
 from firth.evaluate.evaluation import Evaluation
 from firth.evaluate.likelihood import open_model, resolve_max_length
 from firth.evaluate.logprobs import EVAL_BATCH_TOKENS, get_pad_token_id
@@ -79,7 +79,7 @@ def embed_texts(
     fine-tuning, or else to the model's maximum.
     """
     if pool not in POOLING_MODES:
-        raise UserError(f"Unknown pool {pool!r}. {did_you_mean(pool, POOLING_MODES)}")
+        raise UserError(f"Unknown pool {quote(pool)}. {did_you_mean(pool, POOLING_MODES)}")
     model = open_model(checkpoint)
     head, tuned = model.config.head, pool == "auto" and layer == -1 and isinstance(model.config.head, EmbeddingHead)
     if pool == "auto":
@@ -131,7 +131,7 @@ def embed_words_in_texts(
     for text, (begin, end), encoding in zip(texts, spans, tokenizer.encode_with_offsets(texts), strict=True):
         inside = [i for i, (b, e) in enumerate(encoding.offsets) if b < end and e > begin]
         if not inside:
-            raise UserError(f"{text[begin:end]!r} in {text[:40]!r} ... has no token.")
+            raise UserError(f"{quote(text[begin:end])} in {text[:40]!r} ... has no token.")
         # A long text is truncated around the word.
         start = max(0, min(inside[0] - max_tokens // 2, len(encoding.ids) - max_tokens))
         shift = len(template.prefix_ids) - start
@@ -261,7 +261,9 @@ def is_same_sense(example: Example) -> bool:
     """The label of an example as a bool."""
     label = SENSE_LABELS.get(str(example.target).lower())
     if label is None:
-        raise UserError(f"Example {example.id}: the label {example.target!r} is neither true nor false (1 nor 0).")
+        raise UserError(
+            f"Example {shorten(example.id)}: the label {quote(example.target)} is not true or false (1 or 0)."
+        )
     return label
 
 

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from firth.core.console import format_count, say
-from firth.core.errors import UserError, did_you_mean
+from firth.core.errors import UserError, did_you_mean, quote
 from firth.core.files import (
     check_output_folder,
     check_writable,
@@ -155,7 +155,7 @@ def check_evaluation(
 ) -> None:
     """Refuse a wrong task, checkpoint or setting before any data are read."""
     if task not in EVALUATION_TASKS:
-        raise UserError(f"Unknown task {task!r}. {did_you_mean(task, EVALUATION_TASKS)}")
+        raise UserError(f"Unknown task {quote(task)}. {did_you_mean(task, EVALUATION_TASKS)}")
     if not checkpoint.is_dir() and not (task in VECTOR_FILE_TASKS and checkpoint.is_file()):
         also = ", nor a file of word vectors" if task in VECTOR_FILE_TASKS else ""
         raise UserError(f"{checkpoint} is not a checkpoint folder{also}. `firth pretrain` makes one: RUN/final.")

@@ -30,7 +30,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from firth.core.console import format_count, progress, truncation_messages
-from firth.core.errors import UserError, did_you_mean
+from firth.core.errors import UserError, did_you_mean, quote
 from firth.evaluate.logprobs import EVAL_BATCH_TOKENS, LogprobQuery, TokenLogprobs, compute_logprobs
 from firth.generate.decode_state import check_has_lm_head, require_tokenizer
 from firth.metrics import bits_per_byte
@@ -110,7 +110,7 @@ def choose_scoring_method(config: ModelConfig, method: str = "auto") -> tuple[st
         others = [name for scorers in SCORERS_BY_ARCHITECTURE.values() for name in scorers]
         trained = " (trained to denoise)" if config.has_sentinel_prompt else ""
         known = f"This checkpoint has the architecture {kind}{trained}, which has: {', '.join(methods)}."
-        raise UserError(f"method {method!r}: " + (known if method in others else did_you_mean(method, methods)))
+        raise UserError(f"method {quote(method)}: " + (known if method in others else did_you_mean(method, methods)))
     name = next(iter(methods)) if method == "auto" else method
     return name, methods[name]
 

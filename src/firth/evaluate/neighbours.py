@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from firth.core.console import say, track
-from firth.core.errors import UserError, did_you_mean
+from firth.core.errors import UserError, did_you_mean, quote
 from firth.core.files import atomic_folder
 from firth.core.html import HtmlPage, plot_loss_curve
 from firth.evaluate.report import format_commands, log_points
@@ -31,7 +31,7 @@ def word_index(vectors: WordVectors, word: str) -> int:
     """Index of a word; a UserError if it is unknown."""
     index = vectors.find(word)
     if index is None:
-        raise UserError(f"{word!r} has no vector. {did_you_mean(word, vectors.words[:20_000])}")
+        raise UserError(f"{quote(word)} has no vector. {did_you_mean(word, vectors.words[:20_000])}")
     return index
 
 
@@ -57,14 +57,14 @@ def write_vectors(vectors: WordVectors, folder: Path, file_format: str) -> list[
     """Write vectors.txt, for word2vec with a header and vectors.bin; "firth" writes a checkpoint for `finetune`."""
     if file_format not in VECTOR_FORMATS:
         raise UserError(
-            f"Unknown format {file_format!r}. {did_you_mean(file_format, ('huggingface', *VECTOR_FORMATS))}"
+            f"Unknown format {quote(file_format)}. {did_you_mean(file_format, ('huggingface', *VECTOR_FORMATS))}"
         )
     if file_format == "firth":
         with atomic_folder(folder) as temporary:
             write_model(vectors_to_model(vectors), temporary)
         return [folder / "model.safetensors"]
     if spaced := next((word for word in vectors.words if any(c.isspace() for c in word)), None):
-        raise UserError(f"{spaced!r} contains a space, which ends a word in these formats.")
+        raise UserError(f"{quote(spaced)} contains a space, which ends a word in these formats.")
     names = ["vectors.txt", "vectors.bin"] if file_format == "word2vec" else ["vectors.txt"]
     header = f"{len(vectors.words)} {vectors.vectors_ND.shape[1]}\n"
     rows = zip(vectors.words, vectors.vectors_ND, strict=True)

@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 
 from firth.core.console import track
-from firth.core.errors import UserError
+from firth.core.errors import UserError, quote
 from firth.evaluate.likelihood import Likelihood
 from firth.static.ngram import boundary_tokens, load_ngram
 
@@ -21,7 +21,7 @@ class NgramScorer:
 
     def __init__(self, checkpoint: Path, method: str = "auto") -> None:
         if method not in ("auto", self.method):
-            raise UserError(f"method {method!r}: an n-gram model has one, left-to-right.")
+            raise UserError(f"method {quote(method)}: an n-gram model has one, left-to-right.")
         self.model = load_ngram(checkpoint)
         self.max_length, self.stride = self.model.order, 1
 

@@ -18,7 +18,7 @@ from typing import Any
 import yaml
 
 from firth.core.console import format_count, quiet, run_series, say, warn
-from firth.core.errors import UserError, did_you_mean
+from firth.core.errors import UserError, did_you_mean, quote
 from firth.core.files import check_output_folder, read_json, write_json, write_results
 from firth.core.html import HtmlPage
 from firth.evaluate.evaluate import ZERO_SHOT_TASKS, check_evaluation, evaluate, evaluate_finetuned, read_task_metadata
@@ -133,7 +133,8 @@ def find_suite_tasks(suite: str | Path, data: str | Path | None) -> tuple[dict[s
         find_tasks, names = KNOWN_SUITES[str(suite)]
         return find_tasks(data), names
     if Path(suite).suffix not in (".yaml", ".yml"):
-        raise UserError(f"Unknown suite {str(suite)!r}. {did_you_mean(str(suite), KNOWN_SUITES)} Or name a .yaml file.")
+        near = did_you_mean(str(suite), KNOWN_SUITES)
+        raise UserError(f"Unknown suite {quote(str(suite))}. {near} Or name a .yaml file.")
     available = read_suite(suite)
     return available, tuple(available)
 
@@ -143,7 +144,7 @@ def select_suite_tasks(available: Mapping[str, SuiteTask], tasks: Sequence[str])
     tasks = [name if name in available else name.lower() for name in tasks]
     for name in tasks:
         if name not in available:
-            raise UserError(f"The suite has no task {name!r} here. {did_you_mean(name, available)}")
+            raise UserError(f"The suite has no task {quote(name)} here. {did_you_mean(name, available)}")
     chosen = {name: task for name, task in available.items() if not tasks or name in tasks}
     for name, task in chosen.items():
         if not task.dev:
@@ -214,7 +215,7 @@ def check_task_metrics(checkpoint: Path, task: SuiteTask, mode: str, encoding: s
         if missing := [name for name in names if name not in known]:
             two = " f1 is for files with two classes." if missing == ["f1"] and "accuracy" in known else ""
             raise UserError(
-                f"{task.name}: {file}: the task {task.task} has no metric {missing[0]!r} here, but "
+                f"{task.name}: {file}: the task {task.task} has no metric {quote(missing[0])} here, but "
                 f"{', '.join(dict.fromkeys(known))}.{two}"
             )
         if len(names) > 1 and (unbounded := [name for name in names if name in UNBOUNDED_METRICS]):
@@ -425,7 +426,7 @@ def summarize_task(task: SuiteTask, parts: Mapping[str, Sequence[Mapping[str, fl
     for part, (scores, *_) in parts.items():
         if missing := [name for name in names if name not in scores]:
             near = did_you_mean(missing[0], scores)
-            raise UserError(f"{task.name}: the task {task.task} has no metric {missing[0]!r} on {part}. {near}")
+            raise UserError(f"{task.name}: the task {task.task} has no metric {quote(missing[0])} on {part}. {near}")
     num_seeds = len(next(iter(parts.values())))
     each = [
         statistics.fmean(

@@ -17,7 +17,7 @@ import numpy as np
 import torch
 
 from firth.core.console import format_count, progress, track
-from firth.core.errors import UserError
+from firth.core.errors import UserError, quote
 from firth.evaluate.embed import normalize_rows
 from firth.evaluate.evaluation import Evaluation
 from firth.generate.decode_state import require_tokenizer
@@ -147,7 +147,7 @@ def read_text_vectors(path: Path) -> Iterator[VectorRow]:
         dim = dim or len(cells) - 1
         if odd and len(cells) != 2:
             raise UserError(
-                f"{path}:1: {odd!r} is neither a header (words and dimensions, as 4000 100) nor a word vector: "
+                f"{path}:1: {quote(odd)} is neither a header (words and dimensions, as 4000 100) nor a word vector: "
                 f"line {number} has {len(cells) - 1} numbers."
             )
         more = cells[1:-dim] if dim else []

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, fields
 from typing import Any
 
-from firth.core.errors import UserError, did_you_mean
+from firth.core.errors import UserError, did_you_mean, quote
 
 MIN_GENERATION_VALUES: dict[str, float] = {
     "max_new_tokens": 1,
@@ -91,7 +91,7 @@ class GenerationConfig:
         if self.repetition_penalty <= 0:
             raise UserError(f"repetition_penalty is {self.repetition_penalty}, and must be above 0; 1 changes nothing.")
         if not isinstance(self.early_stopping, bool):
-            raise UserError(f"early_stopping is {self.early_stopping!r}, and must be true or false.")
+            raise UserError(f"early_stopping is {quote(self.early_stopping)}, and must be true or false.")
         if not all(isinstance(text, str) and text for text in self.stop):
             raise UserError("stop must be a list of strings, none of them empty.")
         self.check_combinations()
@@ -118,7 +118,7 @@ class GenerationConfig:
 def check_generation_number(name: str, value: Any) -> None:
     is_integer = name in INTEGER_GENERATION_FIELDS
     if isinstance(value, bool) or not isinstance(value, int if is_integer else int | float) or value != value:
-        raise UserError(f"{name} is {value!r}, and must be a {'whole ' if is_integer else ''}number.")
+        raise UserError(f"{name} is {quote(value)}, and must be a {'whole ' if is_integer else ''}number.")
     if name in MIN_GENERATION_VALUES and value < MIN_GENERATION_VALUES[name]:
         zero = "; 0 means all" if name == "top_k" else ""
         least = f"at least {MIN_GENERATION_VALUES[name]}" if MIN_GENERATION_VALUES[name] else "at least 0"
@@ -132,5 +132,5 @@ def make_generation_config(generation_config: GenerationConfig | None, options: 
     names = [field.name for field in fields(GenerationConfig)]
     for name in options:
         if name not in names:
-            raise UserError(f"Unknown generation option {name!r}. {did_you_mean(name, names)}")
+            raise UserError(f"Unknown generation option {quote(name)}. {did_you_mean(name, names)}")
     return generation_config or GenerationConfig(**options)

@@ -11,7 +11,7 @@ from dataclasses import asdict, dataclass, field, replace
 from typing import Any, NamedTuple
 
 from firth.core.console import format_count, say
-from firth.core.errors import UserError
+from firth.core.errors import UserError, quote
 from firth.lab.check_commands import limited_length, suggest_commands
 from firth.models import PRESETS, count_parameters
 from firth.recipes import default_vocab_size
@@ -371,7 +371,7 @@ def cleaning_advice(corpus_stats: dict[str, Any]) -> Iterator[Advice]:
         yield Advice(
             "repeated lines",
             "Remove lines that are not text, such as headers and menus.",
-            f"{lines[0]['line']!r} is in {lines[0]['documents']:,} documents; see the list.",
+            f"{quote(lines[0]['line'])} is in {lines[0]['documents']:,} documents; see the list.",
         )
 
 

@@ -26,7 +26,7 @@ from collections.abc import Collection, Sequence
 from itertools import product
 from typing import Literal, NamedTuple
 
-from firth.core.errors import UserError
+from firth.core.errors import UserError, quote
 from firth.metrics.classification import ClassMetrics, check_same_length
 
 TagSequence = Sequence[str]
@@ -183,7 +183,7 @@ def _split_tag(tag: str) -> tuple[str, str]:
     """Return a tag's BIOES prefix and its type; a tag without a type has the type '_'."""
     match = CHUNK_TAG_PATTERN.fullmatch(tag)
     if not match:
-        raise UserError(f"The tag {tag!r} marks no span. Use O and tags such as B-PER, I-PER (or E-, S-).")
+        raise UserError(f"The tag {quote(tag)} marks no span. Use O and tags such as B-PER, I-PER (or E-, S-).")
     prefix, entity_type = match.groups()
     return (BILOU_TO_BIOES.get(prefix, prefix), entity_type or "_") if prefix else ("O", "_")
 

@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from firth.core.errors import UserError, did_you_mean
+from firth.core.errors import UserError, did_you_mean, quote
 from firth.core.html import format_cell
 from firth.metrics.classification import accuracy, check_same_length, f1, macro_f1, mcc, micro_f1
 from firth.metrics.correlation import pearson, spearman, word_similarity_correlation
@@ -31,7 +31,7 @@ SHARE_METRIC_PATTERN = re.compile(r"(?:^|[._])(?:accuracy|f1|precision|recall|ex
 def compute_metrics(task: str, predictions: Sequence[Any], references: Sequence[Any]) -> MetricScores:
     """Return the metrics of a task by name, the main one first. The functions of `TASK_METRIC_FNS` document inputs."""
     if task not in TASK_METRIC_FNS:
-        raise UserError(f"Unknown task {task!r}. {did_you_mean(task, TASK_METRIC_FNS)}")
+        raise UserError(f"Unknown task {quote(task)}. {did_you_mean(task, TASK_METRIC_FNS)}")
     return TASK_METRIC_FNS[task](predictions, references)
 
 

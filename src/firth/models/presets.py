@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from firth.core.errors import UserError, did_you_mean
+from firth.core.errors import UserError, did_you_mean, quote
 from firth.models.config import (
     BAG_OF_WORDS_FAMILY,
     BottleneckConfig,
@@ -573,5 +573,5 @@ def is_preset(name: str) -> bool:
 def get_preset(name: str) -> ModelConfig:
     name = PRESET_ALIASES.get(name, name)
     if name not in PRESETS:
-        raise UserError(f"Unknown model {name!r}. {did_you_mean(name, PRESETS)} `firth models` lists them all.")
+        raise UserError(f"Unknown model {quote(name)}. {did_you_mean(name, PRESETS)} `firth models` lists them all.")
     return PRESETS[name]

@@ -28,7 +28,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from firth.core.errors import UserError, did_you_mean
+from firth.core.errors import UserError, did_you_mean, quote
 from firth.models.block import make_norm
 from firth.models.config import (
     BAG_OF_WORDS_FAMILY,
@@ -446,7 +446,7 @@ def head_for_task(config: ModelConfig, task: str, names: tuple[str, ...] = (), *
         return config.head
     if task not in TASK_HEAD_TYPES:
         raise UserError(
-            f"There is no head for a task {task!r}. {did_you_mean(task, [*TASK_HEAD_TYPES, *GENERATIVE_TASKS])}"
+            f"There is no head for a task {quote(task)}. {did_you_mean(task, [*TASK_HEAD_TYPES, *GENERATIVE_TASKS])}"
         )
     if config.architecture == "encoder-decoder" and config.recurrent is not None:
         other = "write the answers as text, with the task text-to-text"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from firth.core.errors import UserError, did_you_mean
+from firth.core.errors import UserError, did_you_mean, quote
 from firth.models import ModelConfig
 from firth.models.config import BAG_OF_WORDS_FAMILY, AWDLSTMConfig, ELMoConfig, FanInInit
 
@@ -72,6 +72,6 @@ def finetuning_defaults(model: ModelConfig, optim: str | None = None, lora: bool
 def named_finetuning_defaults(name: str, model: ModelConfig, task: str = "classify") -> dict[str, Any]:
     """Return the fields of a published recipe ("ulmfit", "dai-le", "elmo") for any model; the head is an LSTM's."""
     if name not in FINETUNE_RECIPES:
-        raise UserError(f"There is no recipe {name!r}. {did_you_mean(name, FINETUNE_RECIPES)}")
+        raise UserError(f"There is no recipe {quote(name)}. {did_you_mean(name, FINETUNE_RECIPES)}")
     has_own_head = name == "dai-le" and isinstance(model.recurrent, AWDLSTMConfig) and task in POOLED_TASKS
     return {**finetuning_defaults(model), **FINETUNE_RECIPES[name], **(DAI_LE_HEAD if has_own_head else {})}

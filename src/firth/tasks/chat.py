@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from datetime import datetime
 from typing import Any, NamedTuple
 
-from firth.core.errors import UserError
+from firth.core.errors import UserError, list_names, quote, reason, shorten
 from firth.models import ModelConfig, make_sequence_template
 from firth.tokens import Tokenizer
 
@@ -84,7 +84,7 @@ class ChatTemplate:
             return str(self.template.render(**variables, **self.special_tokens))
         except (jinja2.TemplateError, TypeError) as e:
             raise UserError(
-                f"Example {example_id}: this checkpoint's chat template refuses the messages ({e})."
+                f"Example {shorten(example_id)}: this checkpoint's chat template refuses the messages ({reason(e)})."
             ) from None
 
     def validate_messages(self, messages: ChatMessages, example_id: Any) -> None:
@@ -92,13 +92,14 @@ class ChatTemplate:
         roles = [role for role, _ in messages]
         if ASSISTANT_ROLE not in roles:
             raise UserError(
-                f"Example {example_id}: no message has the role {ASSISTANT_ROLE}, so there is nothing to learn; "
-                f"its roles are {', '.join(dict.fromkeys(roles))}."
+                f"Example {shorten(example_id)}: no message has the role {ASSISTANT_ROLE}, so there is nothing to "
+                f"learn; its roles are {list_names(dict.fromkeys(roles))}."
             )
         for role in roles:
             if MESSAGE_TEMPLATE in self.source and self.tokenizer.backend.token_to_id(role_token(role)) is None:
                 raise UserError(
-                    f"Example {example_id}: the role {role!r} did not occur in what this model was tuned on."
+                    f"Example {shorten(example_id)}: the role {quote(role)} did not occur in what this model was "
+                    "tuned on."
                 )
 
     def render_with_answers(self, messages: ChatMessages, example_id: Any = "") -> tuple[str, list[AssistantSpan]]:
@@ -119,9 +120,9 @@ class ChatTemplate:
                 spans.append(AssistantSpan(start, end, locate_content(text, content, start, end)))
         if not spans or spans[-1].end != len(text):
             raise UserError(
-                f"Example {example_id}: the chat template of this checkpoint does not begin its last answer with its "
-                "generation prompt (add_generation_prompt), so the answer cannot be located. Change chat_template in "
-                "tokenizer_config.json."
+                f"Example {shorten(example_id)}: the chat template of this checkpoint does not begin its last answer "
+                "with its generation prompt (add_generation_prompt), so the answer cannot be located. Change "
+                "chat_template in tokenizer_config.json."
             )
         return text, spans
 
@@ -181,4 +182,4 @@ def compile_chat_template(source: str, day: str = "") -> Any:
     try:
         return env.from_string(source)
     except TemplateError as e:
-        raise UserError(f"The chat template of this checkpoint cannot be read: {e}.") from None
+        raise UserError(f"The chat template of this checkpoint cannot be read: {reason(e)}.") from None

@@ -24,7 +24,7 @@ import numpy as np
 import torch
 
 from firth.core.console import format_count, quiet, run_series, say, warn
-from firth.core.errors import UserError
+from firth.core.errors import UserError, list_names, quote, shorten
 from firth.core.files import atomic_folder, find_corruption, read_json, write_json, write_results
 from firth.core.hashing import hash_uint64
 from firth.metrics import are_span_tags, find_stray_tags
@@ -287,7 +287,7 @@ def read_task_data(recipe: FinetuneRecipe) -> FinetuneData:
         )
     if recipe.task == "tag" and (stray_tags := find_stray_tags([e.target for e in (*train, *dev)])):
         warn(
-            f"{', '.join(stray_tags[:5])}: not a span tag, as the other tags are (O, B-PER, I-PER). So words are "
+            f"{list_names(stray_tags, 5)}: not a span tag, as the other tags are (O, B-PER, I-PER). So words are "
             "scored, and no spans."
         )
     warn_about_overlap(train, dev, recipe)
@@ -310,9 +310,10 @@ def warn_about_overlap(train: Sequence[Example], dev: Sequence[Example], recipe:
         return
     count, share = f"{len(repeated):,} of {format_count(len(dev), 'example')}", len(repeated) / len(dev)
     remedy = "Take other examples" if share == 1 else f"Remove them from {recipe.train}"
+    first = shorten(repeated[0].id)
     warn(
-        f"{recipe.dev}: {count} ({share:.1%}) also occur in {recipe.train}, the first as example {repeated[0].id}. A "
-        f"score on examples of the training says nothing about unseen ones. {remedy}."
+        f"{recipe.dev}: {count} ({share:.1%}) also occur in {recipe.train}, the first as example {first}. "
+        f"A score on examples of the training says nothing about unseen ones. {remedy}."
     )
 
 
@@ -321,8 +322,8 @@ def check_several_tags(train: Sequence[Example], path: str) -> None:
     tags = {tag for e in train for tag in e.target}
     if len(tags) == 1:
         raise UserError(
-            f"{path}: every word has the tag {tags.pop()!r}; tagging needs two or more. Are the tags in another column "
-            "(--columns tags=N)?"
+            f"{path}: every word has the tag {quote(tags.pop())}; tagging needs two or more. Are the tags in another "
+            "column (--columns tags=N)?"
         )
 
 
@@ -330,7 +331,8 @@ def check_labels(train: Sequence[Example], dev: Sequence[Example], recipe: Finet
     """Raise if dev has a label that train lacks. Warn about labels that only train has."""
     labels = sorted({e.target for e in train})
     if len(labels) < 2:
-        raise UserError(f"{recipe.train}: every example has the label {labels[0]!r}; classification needs two or more.")
+        label = quote(labels[0])
+        raise UserError(f"{recipe.train}: every example has the label {label}; classification needs two or more.")
     if recipe.task in ("classify", "pair") and all(is_fraction(label) for label in labels):
         warn(
             f"{recipe.train}: the labels are numbers, as {labels[0]}. Each is a class of its own; "
@@ -338,10 +340,10 @@ def check_labels(train: Sequence[Example], dev: Sequence[Example], recipe: Finet
         )
     for e in dev:
         if e.target not in labels:
-            raise UserError(f"{recipe.dev}, example {e.id}: the label {e.target!r} does not occur in {recipe.train}.")
+            name, label = f"{recipe.dev}, example {shorten(e.id)}", quote(e.target)
+            raise UserError(f"{name}: the label {label} does not occur in {recipe.train}.")
     if unseen := [label for label in labels if label not in {e.target for e in dev}]:
-        more = f" and {len(unseen) - 10} more" if len(unseen) > 10 else ""
-        warn(f"{recipe.dev} has no example of {', '.join(unseen[:10])}{more}: nothing is known about them.")
+        warn(f"{recipe.dev} has no example of {list_names(unseen, 10)}: nothing is known about them.")
 
 
 def is_fraction(label: str) -> bool:

@@ -22,7 +22,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from firth.core.errors import UserError
+from firth.core.errors import UserError, list_names, quote, shorten
 from firth.metrics import compute_metrics
 from firth.models import Head, Model, ModelConfig
 from firth.models.config import AuxiliaryLM, ClassificationHead, ELMoConfig, LMHead, MultipleChoiceHead, RegressionHead
@@ -140,7 +140,9 @@ class HeadTask:
 
     def label_id(self, label: str, example: Example) -> int:
         if label not in self.label_to_id:
-            raise UserError(f"Example {example.id}: the label {label!r} is none of {', '.join(self.labels[:20])}.")
+            raise UserError(
+                f"Example {shorten(example.id)}: the label {quote(label)} is none of {list_names(self.labels)}."
+            )
         return self.label_to_id[label]
 
     def pack_items(self, items: Sequence[EncodedExample]) -> PackedBatch:

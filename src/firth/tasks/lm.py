@@ -26,7 +26,7 @@ import numpy as np
 from tokenizers import Encoding
 
 from firth.core.console import format_count, progress
-from firth.core.errors import UserError
+from firth.core.errors import UserError, shorten
 from firth.metrics import compute_metrics
 from firth.models import Model, ModelConfig, head_for_task, make_sequence_template
 from firth.objectives import Batch
@@ -161,8 +161,8 @@ class LanguageModelingTask:
         """Split a text into pieces of up to `max_length` tokens; the last piece ends with the end token."""
         if not self.is_decoder:
             raise UserError(
-                f"Example {example.id}: an encoder-decoder needs an input and an answer. Give messages, or prompt and "
-                "response; a plain text is for a decoder."
+                f"Example {shorten(example.id)}: an encoder-decoder needs an input and an answer. Give messages, or "
+                "prompt and response; a plain text is for a decoder."
             )
         prefix, text_ids = list(self.template.prefix_ids), [*ids, self.template.eos_id]
         step = self.max_length - len(prefix)

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 from datetime import date
 from typing import Literal
 
-from firth.core.errors import UserError
+from firth.core.errors import UserError, quote
 from firth.models import ModelConfig, TaskHead, TokenClassificationHead
 from firth.models.config import (
     AuxiliaryLM,
@@ -237,7 +237,7 @@ class FinetuneRecipe(TrainingConfig):
         if self.lora_alpha <= 0:
             raise UserError(f"lora_alpha is {self.lora_alpha}; it must be above 0.")
         if self.day and not is_iso_date(self.day):
-            raise UserError(f"day is {self.day!r}; it must be a day such as 2026-01-31.")
+            raise UserError(f"day is {quote(self.day)}; it must be a day such as 2026-01-31.")
         if self.contrastive_margin is not None and not 0 <= self.contrastive_margin <= 2:
             raise UserError(f"contrastive_margin is {self.contrastive_margin}; it must be from 0 to 2, as cosines are.")
         if self.contrastive_scale is not None and self.contrastive_scale <= 0:

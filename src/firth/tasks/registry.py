@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from firth.core.errors import UserError, did_you_mean
+from firth.core.errors import UserError, did_you_mean, quote
 from firth.models import ModelConfig
 from firth.tasks.choice import ChoiceTask
 from firth.tasks.classify import ClassificationTask, PairClassificationTask
@@ -49,7 +49,7 @@ def make_task(
     holds them.
     """
     if name not in FINETUNE_TASKS:
-        raise UserError(f"Unknown task {name!r}. {did_you_mean(name, FINETUNE_TASKS)}")
+        raise UserError(f"Unknown task {quote(name)}. {did_you_mean(name, FINETUNE_TASKS)}")
     learns = not isinstance(examples_or_metadata, Mapping)
     facts = (
         infer_task_metadata(name, examples_or_metadata, config, recipe)
@@ -113,7 +113,8 @@ def resolve_answer_mode(name: str, config: ModelConfig, answer_mode: str) -> str
     auto: T5 generates its answers, as published; BART has heads for `BART_HEAD_TASKS`.
     """
     if answer_mode not in ANSWER_MODES:
-        raise UserError(f"answer is {answer_mode!r}, and must be {', '.join(ANSWER_MODES[:-1])} or {ANSWER_MODES[-1]}.")
+        known = f"{', '.join(ANSWER_MODES[:-1])} or {ANSWER_MODES[-1]}"
+        raise UserError(f"answer is {quote(answer_mode)}, and must be {known}.")
     if config.architecture == "encoder" and answer_mode == "text":
         raise UserError("An encoder generates no text. Take answer=head, or a decoder.")
     if answer_mode == "auto":

@@ -18,7 +18,7 @@ from zlib import crc32
 import numpy as np
 
 from firth.core.console import format_count, say, warn
-from firth.core.errors import UserError
+from firth.core.errors import UserError, quote, shorten
 from firth.core.files import MANIFEST_FILE, atomic_folder, read_json, write_results, write_text
 from firth.metrics import (
     AdditiveScore,
@@ -78,7 +78,7 @@ def check_metric(recipe: FinetuneRecipe, dev: Sequence[Example], task: Task | No
     known = multitask_metric_names(task, dev) if isinstance(task, MultiTask) else metric_names(recipe.task, dev)
     if recipe.metric not in known:
         raise UserError(
-            f"{recipe.dev}: the task {recipe.task} has no score {recipe.metric!r} here. "
+            f"{recipe.dev}: the task {recipe.task} has no score {quote(recipe.metric)} here. "
             f"metric is one of {', '.join(known)}."
         )
 
@@ -335,7 +335,7 @@ def check_baseline(recipe: FinetuneRecipe, dev: Sequence[Example]) -> None:
         dev_answer = json.loads(json.dumps(e.references if len(e.references) > 1 else e.target))  # tuples become lists
         if key in baseline_ids and baseline_answers[0][key] != dev_answer:
             raise UserError(
-                f"{recipe.baseline} is a run on another dev file: the answer to example {key[0]} was "
+                f"{recipe.baseline} is a run on another dev file: the answer to example {shorten(key[0])} was "
                 f"{preview_value(baseline_answers[0][key])} there, and is {preview_value(dev_answer)} in {recipe.dev}."
             )
     if dev_ids != baseline_ids:

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from firth.core.console import progress
-from firth.core.errors import UserError
+from firth.core.errors import UserError, quote
 from firth.generate import GenerationConfig, generate_ids
 from firth.metrics import compute_metrics
 from firth.models import Model, ModelConfig, head_for_task, make_prompt_suffix, make_sequence_template
@@ -145,7 +145,7 @@ class TextToTextTask:
             )
         raise UserError(
             f"max_seq_length={self.source_tokenizer.max_length} has no room for a text behind the prefix "
-            f"{self.answer_config.prefix!r}."
+            f"{quote(self.answer_config.prefix)}."
         )
 
     @property

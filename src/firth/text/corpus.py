@@ -14,7 +14,7 @@ from tempfile import TemporaryDirectory
 from typing import IO, Any, NamedTuple
 
 from firth.core.console import format_count, progress, warn
-from firth.core.errors import UserError, did_you_mean
+from firth.core.errors import UserError, did_you_mean, quote
 from firth.text import python_docs
 from firth.text.documents import Document as Document
 from firth.text.filters import TextCleaner, replace_lone_surrogates
@@ -78,7 +78,8 @@ class Corpus:
         **cleaning: Any,
     ) -> None:
         if documents not in DOCUMENT_SPLIT_MODES:
-            raise UserError(f"documents: unknown mode {documents!r}. {did_you_mean(documents, DOCUMENT_SPLIT_MODES)}")
+            near = did_you_mean(documents, DOCUMENT_SPLIT_MODES)
+            raise UserError(f"documents: unknown mode {quote(documents)}. {near}")
         self.paths = [paths] if isinstance(paths, str | Path) else list(paths)
         self.documents = documents
         self.columns = resolve_columns(columns, ["text", "words", *TEXT_PAIR_COLUMNS])
@@ -159,7 +160,7 @@ class Corpus:
         notes = {
             "pairs": f"with two texts ({self.columns['text_a']} and {self.columns['text_b']})",
             "words": "with listed words",
-            "not words": f"with an ignored {self.columns['words']!r} that is not a list of words",
+            "not words": f"with an ignored {quote(self.columns['words'])} that is not a list of words",
             "empty": "empty and skipped",
             "cut": f"cut because {'they are' if tally['cut'] > 1 else 'it is'} over {MAX_DOCUMENT_CHARS:,} characters",
             "repaired": "with lone surrogates replaced by U+FFFD",
@@ -269,7 +270,8 @@ class Corpus:
             counts["not words"] += value is not None
             return None
         if not isinstance(value, list) or not all(isinstance(word, str) for word in value):
-            raise UserError(f"{where}: column {column!r} holds {preview_value(value)}, which is not a list of words.")
+            found = preview_value(value)
+            raise UserError(f"{where}: column {quote(column)} holds {found}, which is not a list of words.")
         return value
 
 
@@ -283,7 +285,7 @@ def locate_words(words: Sequence[str], text: str, where: str) -> tuple[int, ...]
     for word in filter(None, words):
         start = text.find(word, end)
         if start < 0:
-            raise UserError(f"{where}: the word {word!r} does not occur in the text after its character {end:,}.")
+            raise UserError(f"{where}: the word {quote(word)} does not occur in the text after its character {end:,}.")
         starts.append(start)
         end = start + len(word)
     return tuple(starts)

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 from firth.core.console import format_count
-from firth.core.errors import UserError
+from firth.core.errors import UserError, quote
 from firth.text.documents import Example
 from firth.text.formats.squad import parse_span_qa_row
 from firth.text.inflection import find_inflected_word
@@ -88,8 +88,8 @@ def parse_tag_row(row: LabelledRow) -> Example:
     if tags is not None and isinstance(row.value("tags"), str) and isinstance(row.value("tokens"), list):
         raise row.column_error(
             "tags",
-            f"is the text {preview_value(row.value('tags'))}, and {row.column('tokens')!r} is a list. Give a list with "
-            'one tag for each token, as ["B-PER", "O"]',
+            f"is the text {preview_value(row.value('tags'))}, and {quote(row.column('tokens'))} is a list. "
+            'Give a list with one tag for each token, as ["B-PER", "O"]',
         )
     if tags is not None and len(tags) != len(words):
         counts = f"{format_count(len(words), 'token')}, but {format_count(len(tags), 'tag')}"

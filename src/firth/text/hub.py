@@ -7,7 +7,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
-from firth.core.errors import UserError, did_you_mean
+from firth.core.errors import UserError, did_you_mean, list_names, quote
 from firth.text.open_text import import_optional
 from firth.text.records import NumberedRecords
 
@@ -56,12 +56,11 @@ class HubDataset:
         named = [part for part in self.address.parts if part in available]
         if not named and len(available) > 1 and "default" not in available:
             raise UserError(
-                f"{self.path}: has several configurations ({abbreviate_names(available)}). "
-                f"Name one: {HUB_ADDRESS_FORMAT}."
+                f"{self.path}: has several configurations ({list_names(available)}). Name one: {HUB_ADDRESS_FORMAT}."
             )
         if len(self.address.parts) == 2 and self.address.parts[0] not in available:
             wrong = self.address.parts[0]
-            raise UserError(f"{self.path}: no configuration {wrong!r}. {did_you_mean(wrong, available)}")
+            raise UserError(f"{self.path}: no configuration {quote(wrong)}. {did_you_mean(wrong, available)}")
         return self.address.parts[0] if named and self.address.parts[0] in available else None
 
     @cached_property
@@ -71,7 +70,7 @@ class HubDataset:
         rest = [part for i, part in enumerate(self.address.parts) if i or part != self.config]
         split = rest[0] if rest else ("train" if "train" in available or len(available) != 1 else available[0])
         if split not in available:
-            raise UserError(f"{self.path}: no split {split!r}. {did_you_mean(split, available)}")
+            raise UserError(f"{self.path}: no split {quote(split)}. {did_you_mean(split, available)}")
         return str(split)
 
     @cached_property
@@ -111,8 +110,3 @@ class HubDataset:
             if Path(self.address.name).is_dir():
                 advice = "A dataset folder has .parquet, .jsonl, .csv or .txt files, as on the Hub."
             raise UserError(f"{self.path}: cannot be read ({type(e).__name__}: {reason}). {advice}") from None
-
-
-def abbreviate_names(names: Iterable[str], max_names: int = 12) -> str:
-    names = list(names)
-    return ", ".join(names[:max_names]) + (f" and {len(names) - max_names} more" if len(names) > max_names else "")

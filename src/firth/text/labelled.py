@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from firth.core.console import format_count, say
-from firth.core.errors import UserError, did_you_mean
+from firth.core.errors import UserError, did_you_mean, list_names, quote
 from firth.text import python_docs
 from firth.text.corpus import Corpus
 from firth.text.documents import Example as Example
@@ -52,7 +52,7 @@ def read_labelled(
     dropped rows.
     """
     if task not in TASK_FORMATS:
-        raise UserError(f"unknown task {task!r}. {did_you_mean(task, TASK_FORMATS)}")
+        raise UserError(f"unknown task {quote(task)}. {did_you_mean(task, TASK_FORMATS)}")
     if path == python_docs.PYDOCS_NAME:
         return python_docs.make_pydocs_examples(task, split)
     if path == python_docs.PYDOCS_TEST_NAME:
@@ -115,7 +115,7 @@ def infer_task(path: str | Path, columns: Mapping[str, str] | None = None, encod
     if task := infer_task_from_columns(record.keys() | (columns or {}).keys()):
         return task
     raise UserError(
-        f"{path}: its columns ({', '.join(map(str, record)) or 'none'}) match no task. Name it with --task, and "
+        f"{path}: its columns ({list_names(record) or 'none'}) match no task. Name it with --task, and "
         "rename columns with --labelled-columns text=sentence."
     )
 
@@ -144,7 +144,8 @@ def open_labelled_file(
 
 def wrong_task_error(path: Path, suite: str, name: str, expected_task: str, given_task: str) -> UserError:
     return UserError(
-        f"{path}: {suite}'s {name} is a {expected_task!r} task, not {given_task!r}. Pass --task {expected_task}."
+        f"{path}: {suite}'s {name} is a {quote(expected_task)} task, not {quote(given_task)}. "
+        f"Pass --task {expected_task}."
     )
 
 
@@ -180,7 +181,8 @@ def read_file_records(path: Path, task: str, encoding: str) -> NumberedRecords:
         if path.is_dir():
             raise UserError(f"{path} is a folder. Name one file: {kinds}, plain or as {COMPRESSED_EXTENSIONS_TEXT}.")
         raise UserError(
-            f"{path}: labelled files are {kinds}, plain or as {COMPRESSED_EXTENSIONS_TEXT}; {kind or 'this'!r} is not."
+            f"{path}: labelled files are {kinds}, plain or as {COMPRESSED_EXTENSIONS_TEXT}; "
+            f"{quote(kind or 'this')} is not."
         )
     return LABELLED_READERS[kind](path, encoding)
 

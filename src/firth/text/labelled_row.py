@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from firth.core.console import format_count, warn
-from firth.core.errors import UserError
+from firth.core.errors import UserError, quote
 from firth.text.documents import Example
 from firth.text.records import get_column_value, preview_value
 
@@ -52,8 +52,8 @@ class RowNotes:
             if len(kinds) > 1:
                 examples = ", ".join(f"{preview_value(first)} ({kind})" for kind, first in kinds.items())
                 warn(
-                    f"{self.path}: the labels in {column!r} are of {len(kinds)} kinds: {examples}. Each becomes text, "
-                    'so 1 and "1" are the same label.'
+                    f"{self.path}: the labels in {quote(column)} are of {len(kinds)} kinds: {examples}. Each becomes "
+                    'text, so 1 and "1" are the same label.'
                 )
 
 
@@ -193,7 +193,7 @@ class LabelledRow:
         return start, end
 
     def column_error(self, role: str, message: str) -> UserError:
-        return UserError(f"{self.where}: column {self.column(role)!r} {message}.")
+        return UserError(f"{self.where}: column {quote(self.column(role))} {message}.")
 
     def make_example(self, texts: tuple[str, ...], target: Any = None, **fields: Any) -> Example:
         return Example(self.id, texts, target, **fields)

@@ -30,7 +30,7 @@ from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
 from firth.core.console import format_count, progress, say, warn
-from firth.core.errors import UserError, did_you_mean
+from firth.core.errors import UserError, did_you_mean, quote
 from firth.core.files import write_text
 from firth.text import filters
 from firth.text.documents import Example
@@ -361,7 +361,7 @@ def make_pydocs_examples(task: str, split: str, records: Sequence[DocstringRecor
     are a uniform sample.
     """
     if task not in PYDOCS_TASKS:
-        raise UserError(f"{PYDOCS_NAME} has no task {task!r}. {did_you_mean(task, PYDOCS_TASKS)}")
+        raise UserError(f"{PYDOCS_NAME} has no task {quote(task)}. {did_you_mean(task, PYDOCS_TASKS)}")
     records = load_pydocs() if records is None else records
     chosen = select_split(records, split)
     if task == "classify":
@@ -376,7 +376,7 @@ def make_pydocs_examples(task: str, split: str, records: Sequence[DocstringRecor
 def select_split(records: Iterable[DocstringRecord], split: str) -> list[DocstringRecord]:
     """Return the records of a split, shuffled by the hash of their text."""
     if split not in PYDOCS_SPLITS:
-        raise UserError(f"{PYDOCS_NAME} has no split {split!r}. {did_you_mean(split, PYDOCS_SPLITS)}")
+        raise UserError(f"{PYDOCS_NAME} has no split {quote(split)}. {did_you_mean(split, PYDOCS_SPLITS)}")
     chosen = [r for r in records if split_of(r.text) == split]
     return sorted(chosen, key=lambda record: filters.text_fingerprint(record.text))
 

@@ -11,10 +11,11 @@ from pathlib import Path
 from typing import Any, Literal
 
 from firth.core.console import format_count
-from firth.core.errors import UserError, did_you_mean
+from firth.core.errors import UserError, did_you_mean, list_names, quote
 from firth.text.open_text import DECOMPRESSORS, ReadProgress, import_optional, open_decompressed, read_lines
 
 NumberedRecords = Iterator[tuple[int, dict[str, Any]]]
+MAX_PREVIEW_CHARS = 40  # of a value in a message
 MAX_LINE_CHARS = 2**26  # characters; bounds the memory for parsing one record
 PARQUET_BATCH_BYTES = 2**24  # approximate size of a batch of rows in memory
 
@@ -90,7 +91,7 @@ def read_table_records(
             if header is None:
                 header = row
                 if duplicate := next((column for column in row if column and row.count(column) > 1), None):
-                    raise UserError(f"{name}:{number}: two columns are named {duplicate!r}. Rename one.")
+                    raise UserError(f"{name}:{number}: two columns are named {quote(duplicate)}. Rename one.")
             elif row and len(row) != len(header):
                 raise UserError(
                     f"{name}:{number}: {format_count(len(row), 'cell')}, but the first line names {len(header)}."
@@ -153,7 +154,8 @@ def resolve_columns(columns: Mapping[str, str] | None, roles: Iterable[str]) -> 
     named = {role: role for role in roles}
     for role, column in (columns or {}).items():
         if role not in named:
-            raise UserError(f"--columns {role}={column}: there is no role {role!r} here. {did_you_mean(role, named)}")
+            near = did_you_mean(role, named)
+            raise UserError(f"--columns {role}={column}: there is no role {quote(role)} here. {near}")
         named[role] = column
     return named
 
@@ -169,13 +171,13 @@ class MissingColumnError(UserError):
 def get_column_value(record: Mapping[str, Any], role: str, column: str, where: str, alternatives: str = "") -> Any:
     """Return a record's value in a column; the error for a missing column lists the available ones."""
     if column not in record:
-        names = ", ".join(str(name)[:40] for name in record) or "none"
+        names = list_names(record) or "none"
         close = get_close_matches(role if alternatives else column, map(str, record), n=1)
         hint = f"Name the right one: --columns {role}={close[0] if close else 'NAME'}."
         if len(record) == 1 and ";" in names:
             hint = "It looks separated by semicolons: save it with commas (.csv) or tabs (.tsv)."
         raise MissingColumnError(
-            f"{where}: no column {column!r}{alternatives}; there are: {names}. {hint}", tuple(map(str, record))
+            f"{where}: no column {quote(column)}{alternatives}; there are: {names}. {hint}", tuple(map(str, record))
         )
     return record[column]
 
@@ -184,10 +186,15 @@ def get_column_text(record: Mapping[str, Any], role: str, column: str, where: st
     """As `get_column_value`, for a value that must be a string."""
     value = get_column_value(record, role, column, where)
     if not isinstance(value, str):
-        raise UserError(f"{where}: column {column!r} holds {preview_value(value)}, which is not text.")
+        raise UserError(f"{where}: column {quote(column)} holds {preview_value(value)}, which is not text.")
     return value
 
 
 def preview_value(value: Any) -> str:
-    """Return the first characters of a value as JSON, for a message."""
-    return json.dumps(value, ensure_ascii=False, default=str)[:40]
+    """Return the first characters of a value as JSON, for a message; no more of it is written than is shown."""
+    written = ""
+    for piece in json.JSONEncoder(ensure_ascii=False, default=str).iterencode(value):
+        written += piece[:MAX_PREVIEW_CHARS]
+        if len(written) >= MAX_PREVIEW_CHARS:
+            break
+    return written[:MAX_PREVIEW_CHARS]

@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 from functools import cache
 from itertools import groupby
 
-from firth.core.errors import UserError
+from firth.core.errors import UserError, quote
 
 SalientSpanFinder = Callable[[str], Sequence[tuple[int, int]]]
 DEFAULT_SALIENT_NAME = "default"
@@ -43,11 +43,11 @@ def load_salient_finder(name: str) -> SalientSpanFinder:
         finder = getattr(importlib.import_module(module), function, None)
     except ModuleNotFoundError as e:
         raise UserError(
-            f"--salient {name}: no module named {e.name!r}. Install it, or add its folder to PYTHONPATH."
+            f"--salient {name}: no module named {quote(e.name)}. Install it, or add its folder to PYTHONPATH."
         ) from None
     if not callable(finder):
         state = "has no" if finder is None else "cannot call its"
-        raise UserError(f"--salient {name}: {module} {state} {function!r}. Name a function that takes a text.")
+        raise UserError(f"--salient {name}: {module} {state} {quote(function)}. Name a function that takes a text.")
     return finder
 
 

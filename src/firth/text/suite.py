@@ -10,7 +10,7 @@ from typing import Any
 
 import yaml
 
-from firth.core.errors import UserError, did_you_mean
+from firth.core.errors import UserError, did_you_mean, quote, reason
 from firth.core.serialization import from_dict
 from firth.text.examples import TASK_FORMATS
 
@@ -82,7 +82,7 @@ def read_suite(path: str | Path) -> dict[str, SuiteTask]:
     path = Path(path)
     content = read_suite_yaml(path)
     if unknown := set(content) - {"tasks"}:
-        raise UserError(f"{path}: unknown key {min(unknown)!r}. A suite file has `tasks`.")
+        raise UserError(f"{path}: unknown key {quote(min(unknown))}. A suite file has `tasks`.")
     entries = content.get("tasks")
     if not isinstance(entries, list) or not entries:
         raise UserError(f"{path}: no tasks. Write `tasks:` and, for each, its name, task and dev file.")
@@ -90,7 +90,7 @@ def read_suite(path: str | Path) -> dict[str, SuiteTask]:
     for i, entry in enumerate(entries, 1):
         task = parse_suite_entry(entry, path, i)
         if task.name in suite:
-            raise UserError(f"{path}: two tasks are called {task.name!r}. Give one another name.")
+            raise UserError(f"{path}: two tasks are called {quote(task.name)}. Give one another name.")
         suite[task.name] = task
     return suite
 
@@ -101,13 +101,13 @@ def parse_suite_entry(entry: Any, path: Path, number: int) -> SuiteTask:
     read = from_dict(expand_suite_entry(entry), SuiteEntry, where)
     if read.task not in (*TASK_FORMATS, *PLAIN_TEXT_TASKS):
         raise UserError(
-            f"{where}: unknown task {read.task!r}. {did_you_mean(read.task, (*TASK_FORMATS, *PLAIN_TEXT_TASKS))}"
+            f"{where}: unknown task {quote(read.task)}. {did_you_mean(read.task, (*TASK_FORMATS, *PLAIN_TEXT_TASKS))}"
         )
     if not read.dev and not read.train:
         raise UserError(f"{where}: neither train nor dev file is named.")
     for name in (read.name, *read.dev):
         if name in ("", ".", "..") or set("/\\\0") & set(name):
-            raise UserError(f"{where}: {name!r} becomes a folder name: it must not be a dot or contain slashes.")
+            raise UserError(f"{where}: {quote(name)} becomes a folder name: it must not be a dot or contain slashes.")
 
     def resolve(name: str) -> Path:
         file = path.parent / name
@@ -140,7 +140,7 @@ def read_suite_yaml(path: Path) -> dict[str, Any]:
     except OSError as e:
         raise UserError(f"{path}: cannot be read ({e.strerror}).") from None
     except (yaml.YAMLError, UnicodeDecodeError) as e:
-        raise UserError(f"{path} is not valid YAML: {' '.join(str(e).split())}") from None
+        raise UserError(f"{path} is not valid YAML: {reason(e)}") from None
     if not isinstance(content, dict):
         raise UserError(f"{path}: no tasks. Write `tasks:` and, for each, its name, task and dev file.")
     return content

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tokenizers, processors
 from tokenizers import Tokenizer as Backend
 
-from firth.core.errors import UserError, did_you_mean
+from firth.core.errors import UserError, did_you_mean, quote
 from firth.text.normalize import REPLACEMENTS
 
 METASPACE = "▁"
@@ -61,10 +61,10 @@ class TokenizerKind(NamedTuple):
 def build_untrained(kind: str, options: SplitOptions) -> Backend:
     """Return a tokenizer that has only its special tokens."""
     if kind not in TOKENIZER_KINDS:
-        raise UserError(f"There is no tokenizer of kind {kind!r}. {did_you_mean(kind, TOKENIZER_KINDS)}")
+        raise UserError(f"There is no tokenizer of kind {quote(kind)}. {did_you_mean(kind, TOKENIZER_KINDS)}")
     if options.pattern not in SPLIT_PATTERNS:
         raise UserError(
-            f"There is no pattern {options.pattern!r} (--pattern). {did_you_mean(options.pattern, SPLIT_PATTERNS)}"
+            f"There is no pattern {quote(options.pattern)} (--pattern). {did_you_mean(options.pattern, SPLIT_PATTERNS)}"
         )
     if options.pattern != "gpt2" and kind != "byte-bpe":
         raise UserError(f"--pattern is for --kind byte-bpe, not for {kind}.")

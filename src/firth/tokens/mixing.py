@@ -16,7 +16,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from firth.core.errors import UserError, did_you_mean
+from firth.core.errors import UserError, did_you_mean, quote
 from firth.core.hashing import hash_uint64
 from firth.tokens.dataset import RowDataset, Rows
 from firth.tokens.permutation import permute_indices
@@ -64,10 +64,10 @@ class MixConfig:
         named = self.shares or self.epochs
         for name in named:
             if name not in num_tokens:
-                raise UserError(f"The mix names {name!r}, which is not a source. {did_you_mean(name, num_tokens)}")
+                raise UserError(f"The mix names {quote(name)}, which is not a source. {did_you_mean(name, num_tokens)}")
         if missing := [name for name in num_tokens if named and name not in named]:
             field_name = "shares" if self.shares else "epochs"
-            raise UserError(f"mix.{field_name} has no value for the source {missing[0]!r}. Add one.")
+            raise UserError(f"mix.{field_name} has no value for the source {quote(missing[0])}. Add one.")
         if self.shares:
             weight = dict(self.shares)
         elif self.temperature is not None:

@@ -17,7 +17,7 @@ from tokenizers import AddedToken, Encoding, models, processors
 from tokenizers import Tokenizer as Backend
 
 from firth.core.console import warn
-from firth.core.errors import UserError
+from firth.core.errors import UserError, quote, reason
 from firth.core.files import read_json, write_json, write_text
 from firth.tokens.builders import (
     BERT_SPECIAL_TOKENS,
@@ -254,7 +254,7 @@ def read_tokenizer_json(file: Path) -> Backend:
     try:
         return Backend.from_file(str(file))
     except Exception as e:  # the library has no narrower type
-        raise UserError(f"{file}: not a tokenizer ({e}).") from None
+        raise UserError(f"{file}: not a tokenizer ({reason(e)}).") from None
 
 
 def read_vocab_txt(file: Path, config: Mapping[str, Any]) -> Backend:
@@ -279,7 +279,7 @@ def read_merges(folder: Path, config: Mapping[str, Any]) -> Backend:
     try:
         vocab, merges = models.BPE.read_file(str(folder / "vocab.json"), str(folder / "merges.txt"))
     except Exception as e:  # the library has no narrower type
-        raise UserError(f"{folder}: vocab.json and merges.txt cannot be read ({e}).") from None
+        raise UserError(f"{folder}: vocab.json and merges.txt cannot be read ({reason(e)}).") from None
     if any(token.endswith(END_OF_WORD_SUFFIX) for token in vocab):
         return build_bpe(vocab, merges, lowercase=config.get("do_lower_case", True))
     backend = build_byte_bpe(vocab, merges, config.get("add_prefix_space", False))
@@ -301,7 +301,7 @@ def find_special_tokens(folder: Path, config: Mapping[str, Any], backend: Backen
         token = named.get(f"{role}_token")
         token = token["content"] if isinstance(token, dict) else token
         if token and backend.token_to_id(token) is None:
-            warn(f"{folder} names {token!r} as its {role} token, which its vocabulary does not have.")
+            warn(f"{folder} names {quote(token)} as its {role} token, which its vocabulary does not have.")
         elif token:
             roles[role] = token
     if roles:

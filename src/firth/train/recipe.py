@@ -13,7 +13,7 @@ from typing import Any, Literal, TypeVar
 import numpy as np
 import yaml
 
-from firth.core.errors import UserError, did_you_mean
+from firth.core.errors import UserError, did_you_mean, quote, reason
 from firth.core.files import write_text
 from firth.core.hashing import hash_uint64
 from firth.core.serialization import TYPE_KEY, default_fields, from_dict, to_dict
@@ -504,7 +504,7 @@ def read_yaml_mapping(path: Path) -> dict[str, Any]:
     try:
         value = yaml.safe_load(path.read_text(encoding="utf-8"))
     except (yaml.YAMLError, UnicodeDecodeError) as e:
-        raise UserError(f"{path} is not valid YAML: {' '.join(str(e).split())}") from None
+        raise UserError(f"{path} is not valid YAML: {reason(e)}") from None
     if not isinstance(value, dict):
         raise UserError(f"{path}: expected lines of `key: value`.")
     return value
@@ -521,13 +521,13 @@ def parse_overrides(args: Sequence[str]) -> dict[str, Any]:
         key, equals, value = arg.partition("=")
         if not equals or not key:
             hint = f" Name each file with its own option: --data {arg}." if Path(arg).exists() else ""
-            raise UserError(f"{arg!r} is not key=value.{hint}")
+            raise UserError(f"{quote(arg)} is not key=value.{hint}")
         if key in overrides:
-            raise UserError(f"{key} is given twice: {arg!r} would replace {overrides[key]!r}. Leave one.")
+            raise UserError(f"{key} is given twice: {quote(arg)} would replace {quote(overrides[key])}. Leave one.")
         try:
             overrides[key] = yaml.safe_load(value)
         except yaml.YAMLError:
-            raise UserError(f"{arg!r}: {value!r} is not a number, a word, true or false.") from None
+            raise UserError(f"{quote(arg)}: {quote(value)} is not a number, a word, true or false.") from None
     return overrides
 
 
@@ -548,7 +548,7 @@ def apply_overrides(recipe: RecipeT, changes: Mapping[str, Any]) -> RecipeT:
                 known = node if isinstance(node, dict) else {}
                 parent = ".".join(key.split(".")[:depth])
                 raise UserError(
-                    f"Unknown key {key!r}. " + did_you_mean(name, known) + (f" (in {parent})" if parent else "")
+                    f"Unknown key {quote(key)}. " + did_you_mean(name, known) + (f" (in {parent})" if parent else "")
                 )
             if depth < len(path):
                 node = node.setdefault(name, {})

@@ -15,7 +15,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from firth.core.console import warn
-from firth.core.errors import UserError
+from firth.core.errors import UserError, quote
 from firth.core.files import atomic_folder, check_output_folder, read_json, write_json
 from firth.models.config import Extra, Head, LMHead, ModelConfig, TaskHead
 from firth.models.hf.config_io import OBJECTIVE_KEY, read_config, special_token_ids, to_hf_config
@@ -110,7 +110,7 @@ def read_eos_token_ids(folder: Path, config: ModelConfig) -> tuple[int, ...] | N
         return None
     if not isinstance(token_ids, list) or not token_ids or not all(type(token) is int for token in token_ids):
         raise UserError(
-            f"{path}: {EOS_TOKEN_KEY} is {token_ids!r}, and must be the id of a token or a list of such ids."
+            f"{path}: {EOS_TOKEN_KEY} is {quote(token_ids)}, and must be the id of a token or a list of such ids."
         )
     if wrong := [token for token in token_ids if not 0 <= token < config.vocab_size]:
         size = f"{config.vocab_size:,}"

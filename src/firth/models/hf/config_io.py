@@ -11,7 +11,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from firth.core.errors import UserError, did_you_mean
+from firth.core.errors import UserError, did_you_mean, quote, reason
 from firth.core.files import read_json
 from firth.core.serialization import TYPE_KEY, from_dict, to_dict
 from firth.models.config import (
@@ -239,7 +239,8 @@ def from_hf_config(hf_config: Any, source: str = "config.json") -> ModelConfig:
         )
     if kind not in MODEL_TYPE_LAYOUTS:
         raise UserError(
-            f"{source}: model_type {kind!r} is not one that Firth knows. {did_you_mean(str(kind), MODEL_TYPE_LAYOUTS)}"
+            f"{source}: model_type {quote(kind)} is not one that Firth knows. "
+            + did_you_mean(str(kind), MODEL_TYPE_LAYOUTS)
         )
     try:
         config_dict = to_dict(_config_from_layout(hf_config, source))
@@ -252,7 +253,7 @@ def from_hf_config(hf_config: Any, source: str = "config.json") -> ModelConfig:
         objective = hf_config.get(OBJECTIVE_KEY)
         config_dict["prompt_form"] = hf_config.get(PROMPT_FORM_KEY, prompt_form_of_objective(objective))
     except (TypeError, ValueError, AttributeError, ZeroDivisionError) as e:
-        raise UserError(f"{source}: a setting has a value of the wrong type ({e}).") from None
+        raise UserError(f"{source}: a setting has a value of the wrong type ({reason(e)}).") from None
     return from_dict(config_dict, ModelConfig, source)  # checks the type of every value
 
 
@@ -263,7 +264,7 @@ def _config_from_layout(hf_config: dict[str, Any], source: str) -> ModelConfig:
         if hf_config.get(setting, value) != value:
             kind = layout.model_type
             raise UserError(
-                f"{source}: {setting} is {hf_config[setting]!r}, and Firth knows {kind} only with {value!r}."
+                f"{source}: {setting} is {quote(hf_config[setting])}, and Firth knows {kind} only with {quote(value)}."
             )
     config = layout.settings.read(hf_config)
     if (head := _head_from_hf(hf_config, layout, config, source)) is not None:

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
-from firth.core.errors import UserError
+from firth.core.errors import UserError, quote
 from firth.models import presets
 from firth.models.config import (
     AuxiliaryLM,
@@ -48,7 +48,7 @@ def read_rope(hf_config: HFConfigDict, config: ModelConfig) -> ModelConfig:
     rope = {**(hf_config.get("rope_scaling") or {}), **(hf_config.get("rope_parameters") or {})}
     kind = rope.get("rope_type", rope.get("type", "default"))
     if kind not in ("default", "llama3"):
-        raise UserError(f"config.json: rope_type {kind!r} is not supported; default and llama3 are.")
+        raise UserError(f"config.json: rope_type {quote(kind)} is not supported; default and llama3 are.")
     theta, scaling = rope.get("rope_theta") or hf_config.get("rope_theta") or 10000.0, None
     if kind == "llama3":
         low, high = rope["low_freq_factor"], rope["high_freq_factor"]

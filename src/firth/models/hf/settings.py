@@ -18,7 +18,7 @@ from dataclasses import dataclass, replace
 from operator import attrgetter
 from typing import Any, Final, NamedTuple
 
-from firth.core.errors import UserError, did_you_mean
+from firth.core.errors import UserError, did_you_mean, quote
 from firth.models.config import LMHead, ModelConfig
 
 HFConfigDict = dict[str, Any]  # the contents of a config.json
@@ -131,7 +131,7 @@ def activation_from_hf(name: str) -> Any:
     """Return our name of an activation; `Any`, because each `MLPConfig` takes only some of them."""
     if name not in ACTIVATION_FROM_HF:
         raise UserError(
-            f"config.json: the activation {name!r} is not supported. {did_you_mean(name, ACTIVATION_FROM_HF)}"
+            f"config.json: the activation {quote(name)} is not supported. {did_you_mean(name, ACTIVATION_FROM_HF)}"
         )
     return ACTIVATION_FROM_HF[name]
 

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from safetensors import SafetensorError, safe_open
 
-from firth.core.errors import UserError
+from firth.core.errors import UserError, reason
 from firth.core.files import read_json
 
 if TYPE_CHECKING:
@@ -48,5 +48,7 @@ def read_tensors(folder: Path, keep_names: tuple[str, ...] | None = None) -> dic
             with safe_open(folder / name, framework="pt") as f:
                 tensors |= {key: f.get_tensor(key) for key in f.keys() if keep_names is None or key in keep_names}  # noqa: SIM118
         except (SafetensorError, OSError) as e:
-            raise UserError(f"{folder / name} cannot be read ({e}): the file is damaged or cut short.") from None
+            raise UserError(
+                f"{folder / name} cannot be read ({reason(e)}): the file is damaged or cut short."
+            ) from None
     return tensors

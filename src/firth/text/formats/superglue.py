@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from firth.core.errors import UserError
+from firth.core.errors import UserError, shorten
 from firth.text.examples import RECORD_ENTITIES_COLUMN
 from firth.text.formats.glue import find_first_file
 from firth.text.formats.squad import find_nearest_occurrence
@@ -169,7 +169,7 @@ def read_superglue_records(task: SuperGlueTask, path: Path, encoding: str) -> It
         try:
             yield from ((number, made) for made in task.convert(record))
         except (KeyError, TypeError, ValueError, AttributeError, IndexError) as e:
-            raise UserError(f"{path}:{number}: not in the format of SuperGLUE's {task.name} ({e}).") from None
+            raise UserError(f"{path}:{number}: not in the format of SuperGLUE's {task.name} ({shorten(e)}).") from None
 
 
 def find_superglue_suite(folder: str | Path) -> dict[str, SuiteTask]:
