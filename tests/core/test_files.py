@@ -139,7 +139,7 @@ def test_read_json_names_the_file(tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"none\.json: no such file"):
         read_json(tmp_path / "none.json")
     (tmp_path / "bad.json").write_text('{"a": ')
-    with pytest.raises(UserError, match=r"bad\.json: not valid JSON"):
+    with pytest.raises(UserError, match=r"bad\.json:1:\d+: not JSON"):
         read_json(tmp_path / "bad.json")
 
 

@@ -405,7 +405,7 @@ def test_a_column_that_was_named_must_be_there_and_goes_first(tmp_path: Path) ->
 def test_json_that_is_no_list_of_objects(tmp_path: Path) -> None:
     assert refusal(write(tmp_path / "a.json", "3")).endswith("neither a list of objects nor SQuAD's format.")
     assert refusal(write(tmp_path / "b.json", "[3]")).endswith("b.json: item 1 is not an object.")
-    assert "c.json: not JSON (" in refusal(write(tmp_path / "c.json", "[{]"))
+    assert "c.json:1:3: not JSON (" in refusal(write(tmp_path / "c.json", "[{]"))
     assert refusal(write(tmp_path / "d.json", '[{"text": 3}]')).startswith(
         f"{tmp_path / 'd.json'}: item 1: column 'text'"
     )

@@ -71,7 +71,7 @@ def test_a_task_may_have_settings(folder: Path) -> None:
         ("tasks: []", "suite.yaml: no tasks. Write `tasks:` and"),
         ("- a", "suite.yaml: no tasks."),
         ("task: []", "suite.yaml: unknown key 'task'. A suite file has `tasks`."),
-        ("tasks: [", "suite.yaml is not valid YAML:"),
+        ("tasks: [", "suite.yaml:1:9: not valid YAML ("),
         ("tasks: [{name: x, task: clasify, dev: a.csv}]", "suite.yaml: task x: unknown task 'clasify'. Did you"),
         ("tasks: [{task: classify, dev: a.csv}]", "suite.yaml: task 1: name: 'name' is missing"),
         ("tasks: [{name: x, task: classify}]", "suite.yaml: task x: neither train nor dev file is named."),

@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from firth.core.errors import UserError
+from firth.core.parse import parse_json, parse_yaml
 
 MANIFEST_FILE = "manifest.json"
 MODEL_CARD_FILE = "README.md"  # people edit it: replacing a folder keeps it, and a changed one is not foreign
@@ -77,13 +78,27 @@ def replace_nonfinite(value: Any) -> Any:
     return [replace_nonfinite(part) for part in value] if isinstance(value, list | tuple) else value
 
 
-def read_json(path: Path) -> Any:
+def read_utf8(path: Path) -> str:
+    """Return the text of a file; a UserError if it cannot be read or is not UTF-8."""
     try:
-        return json.loads(path.read_text(encoding="utf-8"))
+        if path.exists() and not path.is_file():  # opening a FIFO would wait for a writer
+            raise UserError(f"{path}: not a file.")
+        return path.read_bytes().decode("utf-8-sig")
     except FileNotFoundError:
         raise UserError(f"{path}: no such file.") from None
-    except (json.JSONDecodeError, UnicodeDecodeError) as e:
-        raise UserError(f"{path}: not valid JSON ({e}).") from None
+    except OSError as e:
+        raise UserError(f"{path}: cannot be read ({e.strerror}).") from None
+    except UnicodeDecodeError as e:
+        line = e.object.count(b"\n", 0, e.start) + 1
+        raise UserError(f"{path}:{line}: not UTF-8 (the byte {e.object[e.start]:#04x}).") from None
+
+
+def read_json(path: Path) -> Any:
+    return parse_json(read_utf8(path), str(path))
+
+
+def read_yaml(path: Path) -> Any:
+    return parse_yaml(read_utf8(path), str(path))
 
 
 def file_sha256(path: Path) -> str:

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple, get_args
 import yaml
 
 from firth.core.errors import UserError
-from firth.core.files import MODEL_CARD_FILE, read_json, write_text
+from firth.core.files import MODEL_CARD_FILE, read_json, read_yaml, write_text
 from firth.core.html import format_cell
 from firth.core.serialization import to_dict
 from firth.evaluate.export import encoder_without_generator, hf_auto_class
@@ -121,7 +121,7 @@ def read_json_if_present(path: Path) -> dict[str, Any]:
 
 
 def read_recipe_yaml(path: Path) -> dict[str, Any]:
-    return dict(yaml.safe_load(path.read_text(encoding="utf-8")) or {}) if path.is_file() else {}
+    return dict(read_yaml(path) or {}) if path.is_file() else {}
 
 
 def front_matter(

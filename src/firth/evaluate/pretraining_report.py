@@ -19,11 +19,10 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-import yaml
 
 from firth.core.console import format_count, format_duration, quiet, say
 from firth.core.errors import UserError
-from firth.core.files import MODEL_CARD_FILE, read_json
+from firth.core.files import MODEL_CARD_FILE, read_json, read_utf8, read_yaml
 from firth.core.html import HtmlPage, format_cell, plot_loss_curve
 from firth.evaluate.card import write_model_card
 from firth.evaluate.report import Point, add_source_table, format_commands, loss_series
@@ -138,7 +137,7 @@ def write_interrupted_report(folder: Path, seconds: float) -> None:
 
 def write_ngram_report(folder: Path, results: Mapping[str, Any]) -> dict[str, str]:
     """Write the report of an n-gram model; return it with a summary and the next command."""
-    recipe = yaml.safe_load((folder / "recipe.yaml").read_text(encoding="utf-8"))
+    recipe = read_yaml(folder / "recipe.yaml")
     shards, final = open_shards(recipe["data"]), folder / "final"
     passages = find_passages(shards, fills=False, max_length=None)
     page = HtmlPage(f"n-grams up to order {len(results['ngrams'])}", "pretraining.css.j2", "pretrain")
@@ -181,7 +180,7 @@ def write_pretraining_report(folder: Path, recipe: Recipe, results: Mapping[str,
     page.add_heading("Next")
     page.add_code(format_commands(next_commands(recipe, folder / "final")))
     page.add_heading("Recipe")
-    page.add_code((folder / "recipe.yaml").read_text(encoding="utf-8"), "Every setting of this run: recipe.yaml.")
+    page.add_code(read_utf8(folder / "recipe.yaml"), "Every setting of this run: recipe.yaml.")
     page.save(folder / "report.html")
 
 

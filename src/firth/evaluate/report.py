@@ -10,10 +10,9 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import yaml
-
-from firth.core.files import MODEL_CARD_FILE, read_json
+from firth.core.files import MODEL_CARD_FILE, read_json, read_utf8, read_yaml
 from firth.core.html import HtmlPage, plot_loss_curve
+from firth.core.parse import parse_yaml
 from firth.evaluate.card import write_model_card
 from firth.evaluate.examples_page import CLASS_TASKS, add_examples
 from firth.metrics import ClassMetrics, format_metric, mean_and_std, per_class_metrics, per_type_metrics
@@ -72,8 +71,8 @@ def write_run_report_and_card(folder: Path, result: Mapping[str, Any], examples:
 
 def write_run_report(folder: Path, result: Mapping[str, Any], examples: Sequence[Example]) -> Path:
     """Write the report of a fine-tuning run: results, recipe and the predictions of the best seed."""
-    recipe = (folder / "recipe.yaml").read_text(encoding="utf-8")
-    settings, task = yaml.safe_load(recipe), result["task"]
+    recipe = read_utf8(folder / "recipe.yaml")
+    settings, task = parse_yaml(recipe, str(folder / "recipe.yaml")), result["task"]
     page = HtmlPage(f"{task}: {', '.join(result.get('tasks', ())) or Path(settings['dev']).name}")
     start = "random weights" if result["from_scratch"] else "pretrained weights"
     facts = {"checkpoint": f"{settings['checkpoint']} ({start})", "train": settings["train"], "dev": settings["dev"]}
@@ -259,7 +258,7 @@ def loss_series(log: Sequence[Mapping[str, Any]]) -> tuple[dict[str, list[Point]
 
 def comparable_entropy(run: Path, results: Mapping[str, Any]) -> float | None:
     """Return the unigram entropy of a pretraining run; None where labels contain sentinels (encoder-decoders)."""
-    recipe = yaml.safe_load((run / "recipe.yaml").read_text(encoding="utf-8")) if "unigram_entropy" in results else {}
+    recipe = read_yaml(run / "recipe.yaml") if "unigram_entropy" in results else {}
     is_seq2seq = recipe.get("model", {}).get("architecture") == "encoder-decoder"
     return None if is_seq2seq else results.get("unigram_entropy")
 

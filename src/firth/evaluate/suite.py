@@ -15,11 +15,9 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import yaml
-
 from firth.core.console import format_count, quiet, run_series, say, warn
 from firth.core.errors import UserError, did_you_mean, quote
-from firth.core.files import check_output_folder, read_json, write_json, write_results
+from firth.core.files import check_output_folder, read_json, read_yaml, write_json, write_results
 from firth.core.html import HtmlPage
 from firth.evaluate.evaluate import ZERO_SHOT_TASKS, check_evaluation, evaluate, evaluate_finetuned, read_task_metadata
 from firth.evaluate.likelihood import choose_scoring_method, text_metric_names
@@ -318,7 +316,7 @@ def is_finetuned_on(checkpoint: Path, task: SuiteTask) -> bool:
         return True
     if not recipe.is_file():
         return False
-    train = (yaml.safe_load(recipe.read_text(encoding="utf-8")) or {}).get("train")
+    train = (read_yaml(recipe) or {}).get("train")
     return train is not None and Path(train).resolve() == task.train.resolve()
 
 

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
 from firth.core.console import format_count, say
 from firth.core.errors import UserError, did_you_mean, list_names, quote
+from firth.core.parse import parse_json
 from firth.text import python_docs
 from firth.text.corpus import Corpus
 from firth.text.documents import Example as Example
@@ -229,12 +229,12 @@ def read_json_file_records(path: Path, encoding: str) -> NumberedRecords:
     """Yield the objects of a JSON list, of SQuAD's nested format, or of JSON Lines; numbered from 1."""
     text = "".join(read_lines(path, encoding))
     try:
-        content = json.loads(text)
-    except (ValueError, RecursionError) as e:
+        content = parse_json(text, str(path))
+    except UserError:
         if is_json_object(text.lstrip().partition("\n")[0]):
             yield from read_jsonl_records(path, encoding)
             return
-        raise UserError(f"{path}: not JSON ({e}).") from None
+        raise
     data = content["data"] if isinstance(content, dict) and "data" in content else content
     if isinstance(data, dict):
         data = [data]
@@ -249,8 +249,8 @@ def read_json_file_records(path: Path, encoding: str) -> NumberedRecords:
 
 def is_json_object(line: str) -> bool:
     try:
-        return isinstance(json.loads(line), dict)
-    except (ValueError, RecursionError):
+        return isinstance(parse_json(line, ""), dict)
+    except UserError:
         return False
 
 

@@ -12,6 +12,7 @@ from typing import Any, Literal
 
 from firth.core.console import format_count
 from firth.core.errors import UserError, did_you_mean, list_names, quote
+from firth.core.parse import parse_json
 from firth.text.open_text import DECOMPRESSORS, ReadProgress, import_optional, open_decompressed, read_lines
 
 NumberedRecords = Iterator[tuple[int, dict[str, Any]]]
@@ -49,11 +50,7 @@ def read_jsonl_records(
     for number, line in enumerate(read_record_lines(path, encoding, name, read_progress), 1):
         if not line.strip():
             continue
-        try:
-            record = json.loads(line)
-        except (ValueError, RecursionError) as e:
-            reason = getattr(e, "msg", e)  # without JSON's "line 1", which is not the line in the file
-            raise UserError(f"{name}:{number}: not JSON ({reason}). Each line must be one object.") from None
+        record = parse_json(line, name, number)
         if not isinstance(record, dict):
             raise UserError(f'{name}:{number}: not an object. Each line must be like {{"text": "..."}}.')
         yield number, record

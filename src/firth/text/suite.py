@@ -8,9 +8,8 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-import yaml
-
-from firth.core.errors import UserError, did_you_mean, quote, reason
+from firth.core.errors import UserError, did_you_mean, quote
+from firth.core.files import read_yaml
 from firth.core.serialization import from_dict
 from firth.text.examples import TASK_FORMATS
 
@@ -133,14 +132,7 @@ def expand_suite_entry(entry: Any) -> Any:
 
 
 def read_suite_yaml(path: Path) -> dict[str, Any]:
-    try:
-        content = yaml.safe_load(path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        raise UserError(f"{path}: no such file.") from None
-    except OSError as e:
-        raise UserError(f"{path}: cannot be read ({e.strerror}).") from None
-    except (yaml.YAMLError, UnicodeDecodeError) as e:
-        raise UserError(f"{path} is not valid YAML: {reason(e)}") from None
+    content = read_yaml(path)
     if not isinstance(content, dict):
         raise UserError(f"{path}: no tasks. Write `tasks:` and, for each, its name, task and dev file.")
     return content

@@ -13,9 +13,10 @@ from typing import Any, Literal, TypeVar
 import numpy as np
 import yaml
 
-from firth.core.errors import UserError, did_you_mean, quote, reason
-from firth.core.files import write_text
+from firth.core.errors import UserError, did_you_mean, quote
+from firth.core.files import read_yaml, write_text
 from firth.core.hashing import hash_uint64
+from firth.core.parse import parse_yaml
 from firth.core.serialization import TYPE_KEY, default_fields, from_dict, to_dict
 from firth.models import Distillation, KnowledgeTransfer, LMHead, ModelConfig
 from firth.models.config import AWDLSTMConfig, BiLSTMConfig, ELMoConfig, TransformerXL
@@ -499,12 +500,7 @@ def load_recipe(path: Path, recipe_type: type[RecipeT]) -> RecipeT:
 
 
 def read_yaml_mapping(path: Path) -> dict[str, Any]:
-    if not path.is_file():
-        raise UserError(f"{path}: no such file.")
-    try:
-        value = yaml.safe_load(path.read_text(encoding="utf-8"))
-    except (yaml.YAMLError, UnicodeDecodeError) as e:
-        raise UserError(f"{path} is not valid YAML: {reason(e)}") from None
+    value = read_yaml(path)
     if not isinstance(value, dict):
         raise UserError(f"{path}: expected lines of `key: value`.")
     return value
@@ -525,8 +521,8 @@ def parse_overrides(args: Sequence[str]) -> dict[str, Any]:
         if key in overrides:
             raise UserError(f"{key} is given twice: {quote(arg)} would replace {quote(overrides[key])}. Leave one.")
         try:
-            overrides[key] = yaml.safe_load(value)
-        except yaml.YAMLError:
+            overrides[key] = parse_yaml(value, key)
+        except UserError:
             raise UserError(f"{quote(arg)}: {quote(value)} is not a number, a word, true or false.") from None
     return overrides
 
