@@ -19,12 +19,13 @@ from firth.evaluate.report import add_loss_curves
 from firth.models import Distillation, Encoder, distillation_losses, load_model, make_model, with_extras
 from firth.models.config import GeneratorConfig, SentencePairHead, SpanBoundaryHead
 from firth.models.presets import bert
-from firth.objectives import OBJECTIVES, Batch
+from firth.objectives import MLM, OBJECTIVES, Batch
 from firth.text import Document
-from firth.tokens import ShardSet, open_shards, prepare
+from firth.tokens import MixConfig, MixedDataset, PackedDataset, ShardSet, open_shards, prepare
 from firth.train import ComputeConfig, Recipe, TrainingConfig, TrainingRun, pretrain, read_log
 from firth.train.dataloader import make_batch, make_row_dataset
 from firth.train.pretrain import build_pretrain_model, make_held_out_loss_fn
+from firth.train.ramp import ramp_stages, stage_at
 from firth.train.step import build_step_runner, train_step
 
 Recipes = Callable[..., Recipe]
@@ -131,7 +132,17 @@ def test_the_log_and_the_results(
     log = read_log(Path(recipe.output_dir) / "log.jsonl")
     step, evaluation = log[-2], log[-1]
     extra = ["mlm_loss", "nsp_loss", "nsp_accuracy"] if objective == "nsp" else []
-    assert list(step) == ["step", "loss", *extra, "learning_rate", "tokens", "grad_norm", "data"]
+    assert list(step) == [
+        "step",
+        "loss",
+        *extra,
+        "learning_rate",
+        "tokens",
+        "words_seen",
+        "passes",
+        "grad_norm",
+        "data",
+    ]
     accuracy = "mlm_accuracy" if extra else "lm_accuracy"
     assert set(evaluation) == {"step", "eval_loss", f"eval_{accuracy}", *(f"eval_{name}" for name in extra)}
     assert all(results[name] == value for line in (step, evaluation) for name, value in line.items() if name in results)
@@ -157,6 +168,7 @@ def test_the_progress_line(
     numbers = [line[name] for name in ("loss", "mlm_loss", "rtd_loss", "rtd_accuracy", "rtd_replaced")]
     wanted = "loss {:.3f} (mlm {:.3f}, rtd {:.3f}, rtd accuracy {:.3f}, rtd replaced {:.3f})  rate".format(*numbers)
     assert wanted in shown[0]
+    assert f"{line['words_seen']:,} words seen, {line['passes']:.2f} passes" in shown[0]
 
 
 def test_the_held_out_accuracy_by_hand(recipe_of: Recipes, shards_of: Callable[[str], ShardSet]) -> None:
@@ -200,3 +212,32 @@ def test_every_source_of_a_mix_has_its_loss_and_its_unigram_entropy(
     assert f"{results['mix'][1]['unigram_entropy']:.4g}" in html
     card = write_model_card(Path(recipe.output_dir) / "final").read_text(encoding="utf-8")
     assert "held-out documents of few | eval_loss" in card
+
+
+@pytest.mark.parametrize("ramps", [{}, {"length_ramp": 0.5, "length_doublings": 1, "batch_ramp": 0.25}])
+def test_words_and_passes_follow_from_the_rows(
+    ramps: dict[str, Any], recipe_of: Callable[..., Recipe], shards_of: Callable[[str], ShardSet]
+) -> None:
+    """A pass has every row of its length once, and every word once: also of T5, which reads targets beside them."""
+    recipe, shards = recipe_of("t5", max_steps=9, **ramps), shards_of("t5")
+    results = pretrain(recipe)
+    lines = [line for line in read_log(Path(recipe.output_dir) / "log.jsonl") if "tokens" in line]
+    rows = {n: make_row_dataset(replace(recipe, max_seq_length=n), shards, held_out=False).num_rows for n in (16, 32)}
+    passes = 0.0
+    for line in lines:
+        stage = stage_at(ramp_stages(recipe), line["step"] - 1)
+        passes += stage.step_rows / rows[stage.seq_length]
+        assert line["passes"] == pytest.approx(passes, abs=1e-4)
+        assert line["words_seen"] == pytest.approx(passes * shards.train.num_words, abs=1)
+    assert (results["passes"], results["words_seen"]) == (lines[-1]["passes"], lines[-1]["words_seen"])
+
+
+def test_a_mix_counts_the_words_of_each_source(shards_of: Callable[[str], ShardSet]) -> None:
+    sources = {"a": shards_of("bert"), "b": shards_of("gpt2")}
+    datasets = {
+        name: PackedDataset(part.train, 32, MLM().build_template(part.tokenizer.vocab), 0, 0)
+        for name, part in sources.items()
+    }
+    mixed = MixedDataset(datasets, MixConfig(epochs={"a": 2.0, "b": 1.0}), seed=0)
+    words = 2 * sources["a"].train.num_words + sources["b"].train.num_words
+    assert mixed.num_rows * mixed.words_per_row == pytest.approx(words, rel=1e-3)

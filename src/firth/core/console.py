@@ -128,6 +128,14 @@ def truncation_messages(n: int, noun: str, max_length_tokens: int) -> list[str]:
     return [f"{count} longer than {max_length_tokens} tokens, and cut."] if n else []
 
 
+def format_passes(passes: float) -> str:
+    """
+    >>> format_passes(0.0312), format_passes(1.0), format_passes(22.96)
+    ('0.03 passes', '1.00 passes', '23.0 passes')
+    """
+    return f"{passes:.{2 if passes < 10 else 1}f} passes"
+
+
 def format_duration(seconds: float) -> str:
     """Format a duration for a status line.
 

@@ -127,7 +127,7 @@ def write_interrupted_report(folder: Path, seconds: float) -> None:
         **metrics,
         **{name: value for name, value in evaluation.items() if name.startswith("eval_") and "/" not in name},
         "unigram_entropy": open_recipe_shards(recipe).unigram_entropy,
-        "tokens": max(line.get("tokens", 0) for line in log),
+        **{name: max(line.get(name, 0) for line in log) for name in ("tokens", "words_seen", "passes")},
         "parameters": count_parameters(recipe.model),
         "seconds": seconds,
     }
@@ -285,15 +285,14 @@ def run_facts(recipe: Recipe, results: Mapping[str, Any], shards: ShardSet | Mix
     """Return model, text read, time and speed of a run as rows of a table."""
     parts = shard_sets(shards)
     tokens = results.get("tokens") or 0
-    words_per_token = sum(part.train.num_words for part in parts) / max(shards.num_tokens, 1)
     seconds, speed = results.get("seconds"), results.get("tokens_per_second")
     objective = next((name for name, known in OBJECTIVES.items() if known == recipe.objective), "")
     facts = {
         "model": f"{recipe.model.family} ({recipe.model.architecture}), {results['parameters']:,} parameters",
         "objective": objective or type(recipe.objective).__name__,
         "text": f"{sum(part.train.num_words for part in parts):,} words in {shards.num_tokens:,} tokens",
-        "words seen": f"about {round(tokens * words_per_token):,} ({tokens:,} tokens)",
-        "passes over the text": f"{tokens / max(shards.num_tokens, 1):.1f}",
+        "words seen": f"{results['words_seen']:,} ({tokens:,} tokens with special ones)",
+        "passes over the text": f"{results['passes']:.2f}",
         "steps": f"{results['steps']:,} of {format_count(recipe.global_batch_size, 'row')}",
         "time": format_duration(seconds) if seconds is not None else "",
         "speed": f"{speed:,.0f} tokens per second" if speed else "",

@@ -127,6 +127,11 @@ class RowDataset:
         self.shards, self.row_length, self.template, self.pad_id = shards, row_length, template, pad_id
         self.seed, self.shuffle, self.token_bits = seed, shuffle, token_bits
 
+    @property
+    def words_per_row(self) -> float:
+        """Mean number of words of a row: an epoch has every word once."""
+        return self.shards.num_words / self.num_rows
+
     def get_rows(self, indices: np.ndarray) -> Rows:
         """Return the rows at these indices of the stream."""
         index_B = np.asarray(indices, dtype=np.int64)

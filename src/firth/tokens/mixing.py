@@ -149,6 +149,12 @@ class MixedDataset(RowDataset):
         filled_S = np.array([source.fill_ratio for source in self.datasets])
         self.fill_ratio = float((filled_S * self.rows_per_window_S).sum() / self.window_rows)
 
+    @property
+    def words_per_row(self) -> float:
+        """Mean number of words of a row: that of each source, by its share of the rows."""
+        shares = (self.rows_per_window_S / self.window_rows).tolist()
+        return float(sum(n * source.words_per_row for n, source in zip(shares, self.datasets, strict=True)))
+
     def get_rows(self, indices: np.ndarray) -> Rows:
         """Return the rows at these indices of the stream."""
         index_B = np.asarray(indices, dtype=np.int64)

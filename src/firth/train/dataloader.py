@@ -34,6 +34,7 @@ from firth.tokens import (
     open_shards,
 )
 from firth.train.distributed import SINGLE_PROCESS, DistContext
+from firth.train.log import TextProgress
 from firth.train.ramp import Stage, first_row_of_step, micro_batches_per_process, ramp_stages, stage_at
 from firth.train.recipe import Recipe
 
@@ -138,6 +139,28 @@ def make_pretrain_batch_fn(
         return [make_batch(recipe, source, rows, tokenizer.vocab, step + num_skipped) for rows in micro_batches]
 
     return batches
+
+
+def make_text_progress_fn(
+    recipe: Recipe, dataset: RowDataset, ramp_datasets: Mapping[int, RowDataset] | None = None
+) -> Callable[[int], TextProgress]:
+    """Return the function number of steps -> words and passes that they have read.
+
+    Both follow from the rows of the steps: no state, so a resumed run has the same figures. Batches that a rewind
+    skipped are not counted.
+    """
+    stages, by_length = ramp_stages(recipe), {**(ramp_datasets or {}), recipe.max_seq_length: dataset}
+
+    def progress(steps: int) -> TextProgress:
+        ends = [stage.first_step for stage in stages[1:]] + [steps]
+        rows = [
+            (by_length[stage.seq_length], max(min(end, steps) - stage.first_step, 0) * stage.step_rows)
+            for stage, end in zip(stages, ends, strict=True)
+        ]
+        passes = sum(count / source.num_rows for source, count in rows)
+        return TextProgress(round(sum(count * source.words_per_row for source, count in rows)), round(passes, 4))
+
+    return progress
 
 
 def make_batch(

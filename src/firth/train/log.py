@@ -8,12 +8,20 @@ import os
 from collections.abc import Container
 from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import Any, NamedTuple
 
 from firth.core.console import warn
 from firth.core.files import replace_nonfinite, write_text
 
-STEP_KEYS = ("step", "loss", "learning_rate", "tokens", "grad_norm", "data", "skipped")  # every step has them
+# keys of every step
+STEP_KEYS = ("step", "loss", "learning_rate", "tokens", "words_seen", "passes", "grad_norm", "data", "skipped")
+
+
+class TextProgress(NamedTuple):
+    """How much of the text the steps so far have read: a word of the second pass is seen a second time."""
+
+    words_seen: int
+    passes: float  # over the whole text
 
 
 class RunLog:

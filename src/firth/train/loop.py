@@ -34,7 +34,7 @@ from zlib import crc32
 import numpy as np
 import torch
 
-from firth.core.console import StatusLine, format_time_left, say, warn
+from firth.core.console import StatusLine, format_passes, format_time_left, say, warn
 from firth.core.errors import Interrupted, UserError
 from firth.core.serialization import to_dict
 from firth.models import Model
@@ -57,7 +57,7 @@ from firth.train.diagnose import diagnose_divergence
 from firth.train.distributed import SINGLE_PROCESS, DistContext
 from firth.train.ema import WeightEMA
 from firth.train.guard import Guard, StepOutcome
-from firth.train.log import NullLog, RunLog, read_last_losses
+from firth.train.log import NullLog, RunLog, TextProgress, read_last_losses
 from firth.train.optim import add_unfrozen_groups, learning_rate_at, make_optimizer
 from firth.train.step import RecurrentStateDict, TrainingRun, build_step_runner, compile_ahead, sum_counts, train_step
 from firth.train.writer import CheckpointWriter
@@ -195,7 +195,8 @@ def fit(run: TrainingRun, resume: bool = False) -> FitResult:
             logs = state.step % training.logging_steps == 0 or last
             saves = state.step % training.save_steps == 0
             values = torch.cat([guard.last_outcome, runner.metrics]) if runner.metric_names else guard.last_outcome
-            record = StepRecord(state.step, state.tokens, lr, data, read_async(values), runner.metric_names, logs)
+            text = run.text_progress(state.step) if run.text_progress else None
+            record = StepRecord(state.step, state.tokens, lr, data, read_async(values), runner.metric_names, logs, text)
             pending.append(record)
             log_pending(keep=1 if defers_loss_reads(run.compute) else 0)
             writer.poll()
@@ -332,6 +333,7 @@ class StepRecord(NamedTuple):
     read_values: Callable[[], list[float]]
     metric_names: list[str]
     is_logged: bool
+    text_progress: TextProgress | None = None
 
     def read(self) -> tuple[StepOutcome, dict[str, float]]:
         """Return the loss, gradient norm and skip flag, and the losses and accuracies that the loss consists of."""
@@ -345,6 +347,7 @@ class StepRecord(NamedTuple):
             **metrics,
             "learning_rate": self.learning_rate,
             "tokens": self.tokens,
+            **(self.text_progress._asdict() if self.text_progress else {}),
             "grad_norm": outcome.grad_norm,
         }
         finite = {name: value for name, value in numbers.items() if math.isfinite(value)}
@@ -566,6 +569,9 @@ def _progress_line(
     if run.compute.compile and not speed.is_warmed_up:
         pace = "compiling"
     position = f"{run.name}: step {record.step:,}/{run.training.max_steps:,}"
+    if record.text_progress:
+        words, passes = record.text_progress
+        pace += f"  {words:,} words seen, {format_passes(passes)}"
     parts = ", ".join(f"{name.removesuffix('_loss').replace('_', ' ')} {x:.3f}" for name, x in metrics.items())
     losses = f"loss {loss:.3f}" + (f" ({parts})" if parts else "")
     return f"{position}  {losses}  rate {record.learning_rate:.1e}  {pace}" + (

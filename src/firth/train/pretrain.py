@@ -63,6 +63,7 @@ from firth.train.dataloader import (
     make_pretrain_batch_fn,
     make_ramp_datasets,
     make_row_dataset,
+    make_text_progress_fn,
     open_recipe_shards,
     single_stage_recipe,
 )
@@ -253,6 +254,7 @@ def run_pretraining(
         say(f"  {share}")
     say(f"{recipe.model.family}, {recipe.model.architecture}: {model.num_parameters:,} parameters")
     freeze_schedule = FreezeSchedule(recipe.layer_decay, groups_by_layer=isinstance(losses, TransferLoss))
+    text_progress = make_text_progress_fn(recipe, rows, ramp_datasets)
     run = TrainingRun(
         recipe,
         compute,
@@ -263,6 +265,7 @@ def run_pretraining(
         "pretraining",
         loss_fn=losses,
         freeze_schedule=freeze_schedule,
+        text_progress=text_progress,
         replan=replan,
     )
     if isinstance(losses, TransferLoss):
@@ -279,6 +282,7 @@ def run_pretraining(
         **collect_losses(outcome, shards.unigram_entropy),
         **({"mix": describe_sources(shares, shards, outcome.scores)} if isinstance(shards, MixedShards) else {}),
         "tokens": outcome.tokens,
+        **text_progress(outcome.steps)._asdict(),
         "tokens_per_second": outcome.tokens_per_second,
         "parameters": model.num_parameters,
         "seconds": time.monotonic() - start_time,

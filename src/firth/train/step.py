@@ -45,6 +45,7 @@ from firth.train.cuda_graphs import CudaGraphStep
 from firth.train.distributed import DistContext
 from firth.train.dtensor import to_full_tensor, to_local
 from firth.train.guard import Guard
+from firth.train.log import TextProgress
 from firth.train.recipe import FreezeSchedule, TrainingConfig
 from firth.train.replan import Replan
 from firth.train.step_runner import LossFn, StepRunner
@@ -81,6 +82,7 @@ class TrainingRun:
     save_last: bool = True  # save a checkpoint after the last step, so that a longer run can resume
     computing: Callable[[], AbstractContextManager[None]] = nullcontext  # entered while weights do not change
     deferred_init: Callable[[], None] | None = None  # initialises the weights; the first step is compiled meanwhile
+    text_progress: Callable[[int], TextProgress] | None = None  # number of steps -> text that they read
     replan: Replan | None = None  # plans the steps of a run with `minutes` again, while it runs
 
 
