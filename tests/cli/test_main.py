@@ -6,6 +6,7 @@ import io
 import json
 import os
 import re
+import resource
 import shutil
 import signal
 import subprocess
@@ -339,6 +340,17 @@ def test_embed(firth: Firth, paths: dict[str, Path], tmp_path: Path) -> None:
     again = firth(*words, "--output-dir", tmp_path / "v.npy")
     assert again.code == 2
     assert "--overwrite" in again.err
+    before = (tmp_path / "v.npy").read_bytes()
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (200, limits[1]))  # as on a full disk: 128 bytes of header, 384 of data
+    try:
+        full = firth(*words, "--output-dir", tmp_path / "v.npy", "--overwrite")
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert full.code == 1, full.err
+    assert "v.npy: File too large" in full.err
+    assert (tmp_path / "v.npy").read_bytes() == before
+    assert [p.name for p in tmp_path.iterdir()] == ["v.npy"]
 
 
 @pytest.mark.parametrize("command", [name for name in COMMANDS if name != "models"])  # which has flags alone

@@ -5,11 +5,21 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from firth.core import files
 from firth.core.errors import UserError
-from firth.core.files import atomic_folder, check_output_folder, file_sha256, find_corruption, read_json, write_bytes
+from firth.core.files import (
+    atomic_folder,
+    check_output_folder,
+    file_sha256,
+    find_corruption,
+    open_in_place,
+    read_json,
+    write_bytes,
+    write_npy,
+)
 
 
 def make(folder: Path, text: str = "one") -> None:
@@ -133,6 +143,52 @@ def test_a_broken_disk_while_writing_leaves_the_old_file(tmp_path: Path, monkeyp
     with pytest.raises(OSError, match="no space left"):
         write_bytes(path, b"new")
     assert path.read_bytes() == b"old"
+
+
+def test_links_are_replaced_and_never_followed(tmp_path: Path) -> None:
+    """A symbolic or hard link under a temporary name must not lead a writer to another file."""
+    mine, run = tmp_path / "thesis.txt", tmp_path / "run"
+    mine.write_text("mine")
+    (tmp_path / "folder").mkdir()
+    (tmp_path / "folder" / "book.txt").write_text("mine")
+    (tmp_path / ".a.json.tmp").symlink_to(mine)
+    (tmp_path / ".b.json.tmp").hardlink_to(mine)
+    (tmp_path / "c.json").symlink_to(mine)
+    (tmp_path / ".run.tmp").symlink_to(tmp_path / "folder")
+    (tmp_path / ".run.old").symlink_to(tmp_path / "folder")
+    for name in ("a.json", "b.json", "c.json"):
+        write_bytes(tmp_path / name, b"new")
+        assert (tmp_path / name).read_bytes() == b"new"
+        assert not (tmp_path / name).is_symlink()
+    for _ in range(2):
+        make(run)
+    assert find_corruption(run) is None
+    assert mine.read_text() == "mine"
+    assert names(tmp_path / "folder") == ["book.txt"]
+
+
+def test_open_in_place_keeps_the_content_and_refuses_links(tmp_path: Path) -> None:
+    (tmp_path / "lock").write_text("content")
+    open_in_place(tmp_path / "lock").close()
+    (tmp_path / "link").symlink_to(tmp_path / "lock")
+    (tmp_path / "dangling").symlink_to(tmp_path / "nothing")
+    for name in ("link", "dangling"):
+        with pytest.raises(UserError, match=f"{name} is a symbolic link"):
+            open_in_place(tmp_path / name)
+    (tmp_path / "second").hardlink_to(tmp_path / "lock")
+    open_in_place(tmp_path / "second", allow_hard_links=True).close()
+    with pytest.raises(UserError, match="second is a hard link"):
+        open_in_place(tmp_path / "second")
+    assert (tmp_path / "lock").read_text() == "content"
+    assert not (tmp_path / "nothing").exists()
+
+
+@pytest.mark.parametrize("array", [np.arange(6.0).reshape(2, 3), np.arange(6).reshape(2, 3).T, np.empty((0, 4))])
+def test_write_npy_equals_np_save(tmp_path: Path, array: np.ndarray) -> None:
+    write_npy(tmp_path / "a.npy", array)
+    found = np.load(tmp_path / "a.npy", allow_pickle=False)
+    assert found.dtype == array.dtype
+    assert found.tolist() == array.tolist()
 
 
 def test_read_json_names_the_file(tmp_path: Path) -> None:

@@ -173,6 +173,39 @@ def test_incomplete_shards_are_rebuilt(tokenizer: Tokenizer, whole: Path, tmp_pa
     assert contents(tmp_path / "s") == contents(whole)
 
 
+@pytest.mark.parametrize("damage", [b"\xff\xfe", b"null", b'{"train": {"files": {"tokens.bin": [1]}}}', b"[" * 99_999])
+def test_a_damaged_journal_is_cut_back(tokenizer: Tokenizer, whole: Path, tmp_path: Path, damage: bytes) -> None:
+    with pytest.raises(KeyboardInterrupt):
+        make(tokenizer, tmp_path / "s", stopped(50, KeyboardInterrupt()))
+    lines = (tmp_path / ".s.journal").read_bytes().splitlines()
+    (tmp_path / ".s.journal").write_bytes(b"\n".join([*lines[:2], damage, *lines[3:], b""]))
+    make(tokenizer, tmp_path / "s", resume=True)
+    assert contents(tmp_path / "s") == contents(whole)
+
+
+@pytest.mark.parametrize("name", [".s.part", ".s.part/train", ".s.part/train/tokens.bin", ".s.part/tokenizer"])
+def test_links_in_unfinished_shards_lead_nowhere(
+    tokenizer: Tokenizer, whole: Path, tmp_path: Path, name: str, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    with pytest.raises(KeyboardInterrupt):
+        make(tokenizer, tmp_path / "s", stopped(50, KeyboardInterrupt()))
+    elsewhere = tmp_path_factory.mktemp("elsewhere") / "mine"
+    (tmp_path / name).rename(elsewhere)
+    before = elsewhere.read_bytes() if elsewhere.is_file() else contents(elsewhere)
+    (tmp_path / name).symlink_to(elsewhere)
+    make(tokenizer, tmp_path / "s", resume=True)
+    assert contents(tmp_path / "s") == contents(whole)
+    assert before == (elsewhere.read_bytes() if elsewhere.is_file() else contents(elsewhere))
+
+
+def test_a_journal_that_is_a_link_is_refused(tokenizer: Tokenizer, tmp_path: Path) -> None:
+    (tmp_path / "thesis.txt").write_text("mine")
+    (tmp_path / ".s.journal").symlink_to(tmp_path / "thesis.txt")
+    with pytest.raises(UserError, match=r"\.s\.journal is a symbolic link"):
+        make(tokenizer, tmp_path / "s")
+    assert (tmp_path / "thesis.txt").read_text() == "mine"
+
+
 def test_stopped_while_it_finishes(
     tokenizer: Tokenizer, whole: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from firth.core.errors import UserError
-from firth.core.files import atomic_folder
+from firth.core.files import atomic_folder, remove_path
 from firth.train import run_folder
 from firth.train.log import RunLog, read_log
 
@@ -76,6 +76,41 @@ def test_resume_removes_only_temporary_files(tmp_path: Path) -> None:
     with run_folder(tmp_path, resume=True):
         assert (tmp_path / "checkpoint-2" / "file").exists()
         assert not list(tmp_path.glob(".checkpoint-*"))
+
+
+@pytest.mark.parametrize("name", [".lock", "log.jsonl", ".log.jsonl.tmp", ".checkpoint-4.tmp", ".final.old"])
+def test_a_planted_link_leads_nowhere(name: str, tmp_path: Path) -> None:
+    """A resume neither truncates nor writes the file behind a link in the run folder."""
+    mine, run = tmp_path / "thesis.txt", tmp_path / "run"
+    run.mkdir()
+    leave_a_run(run)
+    mine.write_text("mine\n")
+    remove_path(run / name)
+    (run / name).symlink_to(mine)
+    try:
+        with run_folder(run, resume=True), RunLog(run / "log.jsonl", 2) as log:
+            log.write(step=3)
+    except UserError as e:
+        assert name == ".lock", e  # noqa: PT017
+    assert mine.read_text() == "mine\n"
+
+
+def test_a_lock_is_never_truncated(tmp_path: Path) -> None:
+    leave_a_run(tmp_path)
+    (tmp_path / ".lock").write_text("content")
+    with run_folder(tmp_path, resume=True):
+        pass
+    assert (tmp_path / ".lock").read_text() == "content"
+
+
+def test_temporary_files_of_a_user_stay(tmp_path: Path) -> None:
+    leave_a_run(tmp_path)
+    (tmp_path / ".notes.tmp").mkdir()
+    with run_folder(tmp_path, resume=True):
+        pass
+    assert (tmp_path / ".notes.tmp").exists()
+    with pytest.raises(UserError, match=r"\.notes\.tmp"), run_folder(tmp_path, overwrite=True):
+        pass
 
 
 def test_overwrite_removes_the_files_of_a_run(tmp_path: Path) -> None:

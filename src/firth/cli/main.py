@@ -402,7 +402,7 @@ def embed(
     import numpy as np
 
     from firth import api
-    from firth.core.files import check_writable
+    from firth.core.files import check_writable, write_npy
 
     given = collect_input_texts(text, texts, "--texts", ("text",), encoding)
     if compare is not None:
@@ -431,7 +431,7 @@ def embed(
         result["vectors"] = vectors.tolist()
     else:
         path.parent.mkdir(parents=True, exist_ok=True)
-        np.save(path, vectors, allow_pickle=False)
+        write_npy(path, vectors)
         result["output"] = str(path)
     if similar:
         unit = vectors / np.maximum(np.linalg.norm(vectors, axis=1, keepdims=True), 1e-12)

@@ -8,21 +8,35 @@ says: safetensors creates its own with 0600.
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import json
 import math
 import os
 import shutil
+import stat
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any
+from typing import IO, TYPE_CHECKING, Any
 
 from firth.core.errors import UserError
 from firth.core.parse import parse_json, parse_yaml
 
+if TYPE_CHECKING:
+    import numpy as np
+
 MANIFEST_FILE = "manifest.json"
 MODEL_CARD_FILE = "README.md"  # people edit it: replacing a folder keeps it, and a changed one is not foreign
+
+
+def remove_path(path: Path) -> None:
+    """Remove a file, a folder or a link, never what a link points to; what cannot be removed stays."""
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path, ignore_errors=True)
+    else:
+        with suppress(OSError):
+            path.unlink()
 
 
 def fsync_folder(folder: Path) -> None:
@@ -34,22 +48,67 @@ def fsync_folder(folder: Path) -> None:
         os.close(fd)
 
 
-def write_bytes(path: Path, data: bytes) -> None:
+def create_file(path: Path) -> IO[bytes]:
+    """Create a file and open it for writing; what a killed writer left under its name is removed first.
+
+    A link of that name is removed too, never followed: the file that it points to stays as it is.
+    """
+    path.unlink(missing_ok=True)
+    return open(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o666), "wb")
+
+
+def open_in_place(path: Path, append: bool = False, buffering: int = -1, allow_hard_links: bool = False) -> IO[bytes]:
+    """Open a file that is changed in its place (a log, a journal) or never written (a lock), without truncating it.
+
+    A UserError refuses links: Firth makes none, and would write to another file.
+    """
+    flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC | (os.O_APPEND if append else 0)
+    try:
+        file = open(os.open(path, flags, 0o666), "ab+" if append else "rb+", buffering)  # noqa: SIM115
+    except OSError as e:
+        if e.errno != errno.ELOOP:
+            raise
+        raise UserError(f"{path} is a symbolic link to another file. Remove the link.") from None
+    found = os.fstat(file.fileno())
+    if not stat.S_ISREG(found.st_mode) or (found.st_nlink > 1 and not allow_hard_links):
+        file.close()
+        problem = "a hard link to another file" if stat.S_ISREG(found.st_mode) else "not a regular file"
+        raise UserError(f"{path} is {problem}. Remove it, or copy the folder without links.")
+    return file
+
+
+@contextmanager
+def atomic_file(path: Path) -> Iterator[IO[bytes]]:
     """Replace a file atomically: readers see the old or the new one, even after a crash or on a full disk."""
     temporary = path.with_name(f".{path.name}.tmp")
     try:
-        with open(temporary, "wb") as f:
-            f.write(data)
-            f.flush()
-            os.fsync(f.fileno())
+        with create_file(temporary) as file:
+            yield file
+            file.flush()
+            os.fsync(file.fileno())
         os.replace(temporary, path)
-    except OSError as e:
+    except BaseException as e:
         with suppress(OSError):
             temporary.unlink()
-        if e.errno is not None:  # the OSError of a full disk names no file
+        if isinstance(e, OSError) and e.errno is not None:  # the OSError of a full disk names no file
             e.filename, e.filename2 = str(path), None
         raise
     fsync_folder(path.parent)
+
+
+def write_bytes(path: Path, data: bytes) -> None:
+    with atomic_file(path) as file:
+        file.write(data)
+
+
+def write_npy(path: Path, array: np.ndarray) -> None:
+    """Write an array as .npy. `np.save` writes with the C library, whose error on a full disk has no errno."""
+    import numpy as np
+
+    array = np.ascontiguousarray(array)
+    with atomic_file(path) as file:
+        np.lib.format.write_array_header_1_0(file, np.lib.format.header_data_from_array_1_0(array))
+        file.write(array.data)
 
 
 def write_text(path: Path, text: str) -> None:
@@ -118,7 +177,7 @@ def atomic_folder(path: Path, partial_folder: Path | None = None, **metadata: An
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = partial_folder or path.with_name(f".{path.name}.tmp")
     if partial_folder is None:
-        shutil.rmtree(temporary, ignore_errors=True)
+        remove_path(temporary)
         temporary.mkdir()
     (temporary / MANIFEST_FILE).unlink(missing_ok=True)
     try:
@@ -135,20 +194,20 @@ def atomic_folder(path: Path, partial_folder: Path | None = None, **metadata: An
             files[file.relative_to(temporary).as_posix()] = {"bytes": file.stat().st_size, "sha256": file_sha256(file)}
         write_json(temporary / MANIFEST_FILE, {**metadata, "files": files})
         if (path / MODEL_CARD_FILE).is_file() and MODEL_CARD_FILE not in files:
-            shutil.copyfile(path / MODEL_CARD_FILE, temporary / MODEL_CARD_FILE)
+            write_bytes(temporary / MODEL_CARD_FILE, (path / MODEL_CARD_FILE).read_bytes())
         for folder in [p for p in temporary.rglob("*") if p.is_dir()]:
             fsync_folder(folder)
         swap_folder(temporary, path)
     except BaseException:
         if partial_folder is None:
-            shutil.rmtree(temporary, ignore_errors=True)
+            remove_path(temporary)
         raise
 
 
 def umask_mode(folder: Path) -> int:
     """Return the mode of a new file in `folder`; `os.umask` would change it for other threads meanwhile."""
     probe = folder / ".mode.tmp"
-    probe.touch()
+    create_file(probe).close()
     mode = probe.stat().st_mode & 0o777
     probe.unlink()
     return mode
@@ -180,7 +239,7 @@ def swap_folder(temporary: Path, path: Path) -> None:
     """Rename a finished folder to `path`; if that fails, restore the folder that was there before."""
     old = path.with_name(f".{path.name}.old")
     if path.exists():
-        shutil.rmtree(old, ignore_errors=True)
+        remove_path(old)
         os.replace(path, old)
     try:
         os.replace(temporary, path)
@@ -189,7 +248,7 @@ def swap_folder(temporary: Path, path: Path) -> None:
             os.replace(old, path)
         raise
     fsync_folder(path.parent)
-    shutil.rmtree(old, ignore_errors=True)
+    remove_path(old)
 
 
 def find_corruption(folder: Path) -> str | None:

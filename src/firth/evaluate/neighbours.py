@@ -11,7 +11,7 @@ import numpy as np
 
 from firth.core.console import say, track
 from firth.core.errors import UserError, did_you_mean, quote
-from firth.core.files import atomic_folder
+from firth.core.files import atomic_folder, create_file
 from firth.core.html import HtmlPage, plot_loss_curve
 from firth.evaluate.report import format_commands, log_points
 from firth.evaluate.vectors import WordVectors, load_word_vectors, vectors_to_model
@@ -69,12 +69,12 @@ def write_vectors(vectors: WordVectors, folder: Path, file_format: str) -> list[
     header = f"{len(vectors.words)} {vectors.vectors_ND.shape[1]}\n"
     rows = zip(vectors.words, vectors.vectors_ND, strict=True)
     with atomic_folder(folder) as temporary:
-        with open(temporary / "vectors.txt", "w", encoding="utf-8", newline="\n") as file:
-            file.write(header if file_format == "word2vec" else "")
+        with create_file(temporary / "vectors.txt") as file:
+            file.write(header.encode() if file_format == "word2vec" else b"")
             for word, vector_D in track(rows, "writing vectors", "words", len(vectors.words)):
-                file.write(f"{word} " + " ".join(f"{x:.9g}" for x in vector_D.tolist()) + "\n")
+                file.write((f"{word} " + " ".join(f"{x:.9g}" for x in vector_D.tolist()) + "\n").encode())
         if file_format == "word2vec":
-            with open(temporary / "vectors.bin", "wb") as file_b:
+            with create_file(temporary / "vectors.bin") as file_b:
                 file_b.write(header.encode())
                 for word, vector_D in zip(vectors.words, vectors.vectors_ND, strict=True):
                     file_b.write(f"{word} ".encode() + vector_D.astype("<f4").tobytes() + b"\n")

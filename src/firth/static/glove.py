@@ -23,6 +23,8 @@ from pathlib import Path
 import numpy as np
 from numba import njit
 
+from firth.core.files import create_file
+
 # A key is multiplied by an odd number modulo 2^64, which is invertible: sorted records are then in a shuffled order.
 KEY_MULTIPLIER = 0x9E3779B97F4A7C15
 KEY_INVERSE = pow(KEY_MULTIPLIER, -1, 2**64)
@@ -87,7 +89,9 @@ def count_records(chunks: Iterable[tuple[np.ndarray, np.ndarray]], folder: Path,
     def spill() -> None:
         if held:
             spills.append(folder / f"{name}-{len(spills)}.spill")
-            sum_by_key(np.concatenate([k for k, _ in held]), np.concatenate([v for _, v in held])).tofile(spills[-1])
+            records = sum_by_key(np.concatenate([k for k, _ in held]), np.concatenate([v for _, v in held]))
+            with create_file(spills[-1]) as file:
+                file.write(records.data)
             held.clear()
 
     size = 0
@@ -99,9 +103,9 @@ def count_records(chunks: Iterable[tuple[np.ndarray, np.ndarray]], folder: Path,
             size = 0
     spill()
     result = folder / f"{name}.bin"
-    with open(result, "wb") as file:
+    with create_file(result) as file:
         for merged in merge_sorted_runs([open_records(path) for path in spills], max_records):
-            merged.tofile(file)
+            file.write(merged.data)
     for path in spills:
         path.unlink()
     return result

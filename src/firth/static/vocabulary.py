@@ -15,7 +15,7 @@ from tokenizers import Tokenizer as Backend
 
 from firth.core.console import format_count, progress, say
 from firth.core.errors import UserError
-from firth.core.files import atomic_folder
+from firth.core.files import atomic_folder, create_file, write_npy
 from firth.static import glove, word2vec
 from firth.static.recipe import Word2VecRecipe
 from firth.tokens import Shards, Tokenizer
@@ -136,12 +136,12 @@ def write_phrase_shards(
 ) -> None:
     """Write the same documents with their phrases joined, as shards."""
     size_D = np.zeros(shards.num_documents, np.int64)
-    with open(folder / "tokens.bin", "wb") as file:
+    with create_file(folder / "tokens.bin") as file:
         for number in range(count_chunks(shards)):
             words_W, doc_W = read_chunk(shards, word_id_V, number)
             out_W = np.empty(len(words_W), np.int64)
             n, index_W = word2vec.merge_phrases(words_W, doc_W, key, phrase, num, out_W)
             is_word = out_W[:n] >= 0
-            out_W[:n][is_word].astype(np.uint32).tofile(file)
+            file.write(out_W[:n][is_word].astype(np.uint32).data)
             np.add.at(size_D, doc_W[index_W[:n][is_word]] - 1, 1)
-    np.save(folder / "offsets.npy", np.concatenate([[0], np.cumsum(size_D)]))
+    write_npy(folder / "offsets.npy", np.concatenate([[0], np.cumsum(size_D)]))

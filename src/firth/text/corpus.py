@@ -15,6 +15,7 @@ from typing import IO, Any, NamedTuple
 
 from firth.core.console import format_count, progress, warn
 from firth.core.errors import UserError, did_you_mean, quote
+from firth.core.files import create_file
 from firth.text import python_docs
 from firth.text.documents import Document as Document
 from firth.text.filters import TextCleaner, replace_lone_surrogates
@@ -348,7 +349,7 @@ def spool_stream(stream: IO[bytes], folder: Path) -> Path:
     kind = ".jsonl" if start.removeprefix(b"\xef\xbb\xbf").lstrip().startswith(b"{") else ".txt"
     path = folder / f"stdin{kind}"
     try:
-        with open(path, "wb") as file, progress("reading standard input", "bytes") as p:
+        with create_file(path) as file, progress("reading standard input", "bytes") as p:
             while start:
                 file.write(start)
                 p.advance(len(start))

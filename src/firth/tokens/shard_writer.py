@@ -18,12 +18,14 @@ import shutil
 import zlib
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
+from io import TextIOWrapper
 from pathlib import Path
 from typing import IO, Any
 
 import numpy as np
 
 from firth.core.errors import UserError
+from firth.core.files import create_file, open_in_place, remove_path
 from firth.tokens.encode import TokenizedDocuments
 
 SHARD_PARTS = ("train", "held_out")
@@ -36,7 +38,7 @@ class AppendOnlyFile:
 
     def __init__(self, path: Path, size: int = 0, crc: int = 0) -> None:
         self.size, self.crc = size, crc
-        self.file: IO[bytes] = open(path, "r+b" if size else "wb")  # noqa: SIM115, closed by close()
+        self.file: IO[bytes] = open_in_place(path) if size else create_file(path)
         self.file.truncate(size)
         self.file.seek(size)
 
@@ -201,7 +203,7 @@ def open_shard_writer(
     """
     folder, file = path.with_name(f".{path.name}.part"), path.with_name(f".{path.name}.journal")
     path.parent.mkdir(parents=True, exist_ok=True)
-    with open(file, "a+", encoding="utf-8") as journal:
+    with TextIOWrapper(open_in_place(file, append=True), encoding="utf-8", errors="replace") as journal:
         try:
             fcntl.flock(journal, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError:
@@ -211,9 +213,9 @@ def open_shard_writer(
             header = header | {name: lines[0][name] for name in fixed_keys if name in header and name in lines[0]}
             if lines[0] != header:
                 raise different_settings_error(path, lines[0], header)
-        entries = find_valid_entries(folder, lines[1:])
+        entries = [] if has_symlinks(folder) else find_valid_entries(folder, lines[1:])
         if not entries:
-            shutil.rmtree(folder, ignore_errors=True)
+            remove_path(folder)
         folder.mkdir(exist_ok=True)
         rewrite_journal(journal, [header, *entries])
         writer = ShardWriter(folder, journal, header, has_salient, entries[-1] if entries else None)
@@ -234,6 +236,11 @@ def open_shard_writer(
                 file.unlink(missing_ok=True)
 
 
+def has_symlinks(folder: Path) -> bool:
+    """Whether a folder is or holds a symbolic link: the writer makes none, and would write outside of the folder."""
+    return any(p.is_symlink() for p in (folder, *folder.rglob("*")))
+
+
 def close_quietly(part_writer: ShardPartWriter) -> None:
     """Close files on a disk that may be full: bytes that are lost came after the last journal entry."""
     for file in part_writer.files.values():
@@ -242,17 +249,34 @@ def close_quietly(part_writer: ShardPartWriter) -> None:
 
 
 def read_journal(journal: IO[str]) -> list[dict[str, Any]]:
-    """Return the entries of a journal without a last line that was cut off."""
+    """Return the header and the entries of a journal up to the first line that is damaged or cut off."""
     journal.seek(0)
-    entries = []
+    lines: list[dict[str, Any]] = []
     for line in journal:
         try:
-            entries.append(json.loads(line))
-        except json.JSONDecodeError:
+            content = json.loads(line)
+        except (ValueError, RecursionError):
             break
-        if not line.endswith("\n"):
-            entries.pop()
-    return entries
+        if not (line.endswith("\n") and isinstance(content, dict) and (not lines or is_journal_entry(content))):
+            break
+        lines.append(content)
+    return lines
+
+
+def is_journal_entry(content: dict[str, Any]) -> bool:
+    """Whether a line of a journal has the counts and, for each part, a state that `ShardPartWriter` can load."""
+    parts: list[Any] = [content.get(part) for part in SHARD_PARTS]
+    if not isinstance(content.get("documents"), int) or not all(isinstance(part, dict) for part in parts):
+        return False
+    counts = [part.get(name) for part in parts for name in ("documents", "tokens", "text_bytes")]
+    files = [part.get(name) for part in parts for name in ("files", "rest")]
+    if not all(isinstance(count, int) for count in counts) or not all(isinstance(group, dict) for group in files):
+        return False
+    values = [value for group in files for value in group.values()]
+    sizes = [value for part in parts for value in part["files"].values()]
+    return all(isinstance(v, list) and all(isinstance(n, int) for n in v) for v in values) and all(
+        len(size) == 2 for size in sizes
+    )
 
 
 def rewrite_journal(journal: IO[str], entries: Sequence[dict[str, Any]]) -> None:

@@ -26,7 +26,7 @@ import numpy as np
 
 from firth.core.console import format_count, say
 from firth.core.errors import UserError
-from firth.core.files import MANIFEST_FILE, atomic_folder, find_corruption, read_json
+from firth.core.files import MANIFEST_FILE, atomic_folder, find_corruption, read_json, write_npy
 from firth.tokens.tokenizer import Tokenizer, load_tokenizer
 
 # tokenizers that split at word boundaries
@@ -238,7 +238,7 @@ def save_arrays(arrays: NamedTuple, folder: Path) -> None:
     own_folder = folder.with_name(f"{folder.name}.{os.getpid()}")
     with atomic_folder(own_folder) as temporary:
         for name, array in arrays._asdict().items():
-            np.save(temporary / f"{name}.npy", array)
+            write_npy(temporary / f"{name}.npy", array)
     try:
         own_folder.rename(folder)
     except OSError:

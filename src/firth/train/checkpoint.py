@@ -22,7 +22,6 @@ import errno
 import math
 import os
 import re
-import shutil
 from collections.abc import Container, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, fields
@@ -35,7 +34,7 @@ from safetensors.torch import load_file, save_file
 
 from firth.core.console import warn
 from firth.core.errors import UserError
-from firth.core.files import atomic_folder, find_corruption, read_json, write_json
+from firth.core.files import atomic_folder, find_corruption, read_json, remove_path, write_json
 from firth.models import Model, load_weights, read_tensors, write_model
 from firth.models.hf.convert import unique_state_dict
 from firth.models.lora import has_lora
@@ -268,9 +267,9 @@ def remove_best(run_dir: Path, before: int = 0, keep_steps: Container[int] = ())
 def remove_folder(folder: Path) -> None:
     """Remove a folder so that a crash in between cannot leave half of it under its name."""
     gone = folder.with_name(f".{folder.name}.old")
-    shutil.rmtree(gone, ignore_errors=True)
+    remove_path(gone)
     os.replace(folder, gone)
-    shutil.rmtree(gone, ignore_errors=True)
+    remove_path(gone)
 
 
 def _optimizer_tensors(model: Model, optimizer: torch.optim.Optimizer) -> dict[str, torch.Tensor]:

@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from firth.core.errors import UserError
-from firth.core.files import MANIFEST_FILE, check_writable
+from firth.core.files import MANIFEST_FILE, check_writable, open_in_place, remove_path
 from firth.train.checkpoint import remove_folder
 from firth.train.clock import CLOCK_FILE
 from firth.train.distributed import DistContext
@@ -69,7 +69,7 @@ def run_folder(
     new = not path.exists()
     try:
         path.mkdir(parents=True, exist_ok=True)
-        lock = open(path / LOCK_FILE, "w")  # noqa: SIM115
+        lock = open_in_place(path / LOCK_FILE, allow_hard_links=True)
     except OSError as e:
         raise UserError(f"{path} cannot be written: {e.strerror}.") from None
     with lock:
@@ -79,8 +79,8 @@ def run_folder(
             raise UserError(f"{path} is in use by another run.") from None
         if overwrite and not resume:
             clear_run_folder(path)
-        for leftover in (p for pattern in LEFTOVER_PATTERNS for p in path.glob(pattern) if p.is_dir()):
-            shutil.rmtree(leftover, ignore_errors=True)
+        for leftover in filter(is_leftover, list(path.iterdir())):
+            remove_path(leftover)
         try:
             yield path
         except BaseException:
@@ -137,7 +137,13 @@ def is_unfinished(p: Path) -> bool:
 
 
 def is_leftover(p: Path) -> bool:
-    return any(p.match(pattern) for pattern in LEFTOVER_PATTERNS)
+    """Whether a killed writer left this path: the temporary or the old name of a run's file or folder."""
+    return any(p.match(pattern) for pattern in LEFTOVER_PATTERNS) and is_output_name(p.stem.removeprefix("."))
+
+
+def is_output_name(name: str) -> bool:
+    patterns = (*RUN_FILES, *RUN_FOLDERS, *STAGE_FOLDERS, "checkpoint-*")
+    return any(Path(name).match(pattern) for pattern in patterns)
 
 
 def is_run_output(p: Path) -> bool:

@@ -11,7 +11,7 @@ from types import TracebackType
 from typing import Any, NamedTuple
 
 from firth.core.console import warn
-from firth.core.files import replace_nonfinite, write_text
+from firth.core.files import open_in_place, replace_nonfinite, write_text
 
 # keys of every step
 STEP_KEYS = ("step", "loss", "learning_rate", "tokens", "words_seen", "passes", "grad_norm", "data", "skipped")
@@ -34,7 +34,7 @@ class RunLog:
         if path.exists():
             kept_lines = [line for line in read_log(path) if line["step"] <= step]
             write_text(path, "".join(json.dumps(line) + "\n" for line in kept_lines))
-        self.file = open(path, "ab", buffering=0)  # noqa: SIM115
+        self.file = open_in_place(path, append=True, buffering=0)
         self.path, self.pending = path, b""
         self.last_error: OSError | None = None
 
