@@ -14,7 +14,7 @@ from firth.core.errors import UserError
 from firth.core.files import find_corruption
 from firth.models import load_model
 from firth.tasks import FinetuneRecipe
-from firth.text import python_docs
+from firth.text import Corpus, python_docs
 from firth.train import Recipe, load_recipe
 
 
@@ -94,6 +94,33 @@ def test_a_second_run_gets_a_folder_of_its_own_and_resume_repeats_nothing(capsys
 )
 def test_the_sentence_on_the_loss_agrees_with_its_numbers(loss: float, words: str) -> None:
     assert words in lab.describe_final_loss({"eval_loss": loss, "unigram_entropy": 6.14}, "encoder")
+
+
+def test_a_busy_machine_gets_more_time_and_smaller_steps(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    setup = lab.architecture_setups(False)["encoder"]
+    run = lab.ArchitectureRun(Path("encoder"), "encoder", setup, 0, False)
+    shards = run.prepare(Corpus(["pydocs"]), 8)
+    planned = {}
+    for step_seconds in (0.1, 0.6, 4.0):
+        monkeypatch.setattr(lab, "time_pretraining", lambda recipe, s=step_seconds: (s, 1))
+        for max_seconds in (90.0, 180.0):  # with minutes of the user, and without
+            recipe = run.plan_pretraining(shards, Path("start-counted"), 90.0, max_seconds)
+            assert recipe.threads == 1
+            planned[step_seconds, max_seconds] = recipe.per_device_train_batch_size, round(60 * recipe.minutes)
+    assert planned == {
+        (0.1, 90.0): (32, 90),
+        (0.1, 180.0): (32, 90),
+        (0.6, 90.0): (16, 90),
+        (0.6, 180.0): (32, 120),
+        (4.0, 90.0): (8, 90),
+        (4.0, 180.0): (8, 180),
+    }
+    lab.print_plan(lab.TimeBudget(300.0, 390.0), ["encoder"])
+    said = capsys.readouterr().err
+    assert "pretraining takes 1m30s more, and makes about 180 steps of 8 rows" in said
+    assert "Plan: four steps in about 5m00s (6m30s on a busy machine)." in said
 
 
 def test_no_time_is_a_mistake() -> None:

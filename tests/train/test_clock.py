@@ -230,6 +230,13 @@ def test_the_faster_number_of_threads_is_taken_and_recorded(
         choose_threads([1, 2], lambda: 1 / torch.get_num_threads())
         assert torch.get_num_threads() == 2
         assert not capsys.readouterr().err
+        # two threads are faster in the one moment in which the other programs sleep
+        for load, best in ((6.0, 1), (1.5, 2)):
+            monkeypatch.setattr("os.getloadavg", lambda load=load: (load,) * 3)
+            two = iter([2.5, 0.6])
+            choose_threads([1, 2], lambda two=two: 1.0 if torch.get_num_threads() == 1 else next(two))
+            assert torch.get_num_threads() == best
+        monkeypatch.setattr("os.getloadavg", lambda: (6.0, 6.0, 6.0))
 
         def time_steps(*given: Any, threads: Any, **named: Any) -> tuple[float, float]:
             choose_threads(threads, lambda: 0.5 * torch.get_num_threads())

@@ -499,7 +499,9 @@ class DryRunOptions:
 @dataclass(kw_only=True)
 class QuickstartOptions(OutputOptions):
     output_dir: str | None = option(None, "Write to this folder. Default: the next free quickstart-N.", "FOLDER")
-    minutes: float = option(5.0, "Spend about this many minutes on each architecture.")
+    minutes: float | None = option(
+        None, "Spend about this many minutes on each architecture. Default: 5, and up to 6.5 on a busy machine."
+    )
     all: bool = option(False, "Compare encoder, decoder and encoder-decoder. Default: encoder only.")
     seed: int = option(0, "Seed data order, weights and dropout.", bounds={"ge": 0})
     resume: bool = option(False, "Resume from the last complete checkpoint; without one, start.")

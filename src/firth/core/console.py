@@ -187,6 +187,12 @@ def overall_progress(elapsed_s: Callable[[], float], total_s: float) -> Iterator
         StatusLine.overall = None
 
 
+def extend_overall_progress(seconds: float) -> None:
+    """Add seconds to the expected time of the command's bar, if there is one."""
+    if StatusLine.overall is not None:
+        StatusLine.overall.total_s += seconds
+
+
 class StatusLine:
     """A line that is rewritten in place on a terminal, and printed every `interval_s` in log files and notebooks."""
 

@@ -9,6 +9,10 @@ Three arms are fine-tuned, with equal settings. They differ in their weights at 
 So the difference of 2 and 1 is the worth of counting, and that of 3 and 2 the worth of pretraining. The baselines are
 trained first. Their time predicts that of the pretrained models, and pretraining gets the rest of the minutes. Some
 timed steps decide the CPU threads and the length of all fine-tunings.
+
+On a busy machine this rest is too short for `MIN_USEFUL_STEPS` of pretraining. Without minutes of the user the run then
+takes up to `MAX_DEFAULT_MINUTES`. If that is not enough, the steps get fewer rows: in so short a run the number of
+updates counts for more than the tokens that each of them reads.
 """
 
 from __future__ import annotations
@@ -23,7 +27,15 @@ from typing import Any
 import torch
 import yaml
 
-from firth.core.console import format_count, format_duration, overall_progress, quiet, say, show_table
+from firth.core.console import (
+    extend_overall_progress,
+    format_count,
+    format_duration,
+    overall_progress,
+    quiet,
+    say,
+    show_table,
+)
 from firth.core.errors import UserError
 from firth.core.files import atomic_folder, find_corruption, read_json, write_json
 from firth.core.html import ClozeSample, HtmlPage, plot_loss_curve
@@ -49,8 +61,10 @@ from firth.text.python_docs import PYDOCS_TEST_NAME
 from firth.tokens import ShardSet, open_shards, prepare, train_tokenizer
 from firth.train import Recipe, load_recipe, pretrain, read_log, run_folder, token_loss_name
 from firth.train.clock import RunClock
-from firth.train.pretrain import MIN_USEFUL_STEPS
+from firth.train.compute import load_average
+from firth.train.pretrain import MIN_USEFUL_STEPS, time_pretraining
 
+DEFAULT_MINUTES, MAX_DEFAULT_MINUTES = 5.0, 6.5  # per architecture; the second on a busy machine
 QUICKSTART_VOCAB_SIZE = 8192
 LABEL_COUNTS: tuple[int, ...] = (64, 256)
 QUICKSTART_SEEDS = 3
@@ -58,6 +72,7 @@ FINETUNE_STEPS = 200  # per fine-tuning, fewer on a slow machine
 MIN_FINETUNE_STEPS = 60  # with fewer, no arm learns
 FINETUNE_BATCH_SIZE, FINETUNE_LENGTH_TOKENS = 16, 64  # small: the arms leave the time to pretraining
 QUICKSTART_LENGTH_TOKENS = 128
+MIN_PRETRAIN_ROWS = 8  # per step; 32 where the time is long enough
 # Shares of the minutes.
 PREPARE_SHARE, ARM_SHARE, PRETRAIN_SHARE = 0.15, 0.12, 0.46
 MIN_PRETRAIN_SHARE = 0.3  # even if the run ends late
@@ -79,6 +94,18 @@ class ArchitectureSetup:
     model: ModelConfig
     recipe_fields: dict[str, Any]
     finetune_fields: dict[str, Any]
+
+
+@dataclass(frozen=True)
+class TimeBudget:
+    """Seconds for one architecture, and the most that it may take on a busy machine."""
+
+    seconds: float
+    max_seconds: float
+
+    @property
+    def can_grow(self) -> bool:
+        return self.max_seconds > self.seconds
 
 
 @dataclass(frozen=True)
@@ -129,24 +156,27 @@ def architecture_setups(include_all: bool) -> dict[str, ArchitectureSetup]:
 
 def quickstart(
     output_dir: str | Path | None = None,
-    minutes: float = 5.0,
+    minutes: float | None = None,
     all: bool = False,
     seed: int = 0,
     resume: bool = False,
     overwrite: bool = False,
 ) -> dict[str, Any]:
-    """Run all stages on the documentation of the installed packages; `minutes` per architecture. Return the results."""
-    if minutes <= 0:
+    """Run all stages on the documentation of the installed packages; return the results.
+
+    `minutes` are spent on each architecture. None: 5, and up to 6.5 on a busy machine.
+    """
+    if minutes is not None and minutes <= 0:
         raise UserError(f"minutes is {minutes}, and must be more than 0.")
+    budget = TimeBudget(60 * (minutes or DEFAULT_MINUTES), 60 * (minutes or MAX_DEFAULT_MINUTES))
     folder = Path(output_dir) if output_dir else next_free_folder("quickstart")
     setups = architecture_setups(all)
     with run_folder(folder, resume, overwrite), RunClock(folder, resume) as clock:
-        total_seconds = 60 * minutes * len(setups)
-        print_plan(minutes, list(setups))
-        with overall_progress(lambda: clock.elapsed_seconds, total_seconds):
+        print_plan(budget, list(setups))
+        with overall_progress(lambda: clock.elapsed_seconds, budget.seconds * len(setups)):
             corpus = Corpus(["pydocs"])
             runs = {
-                name: ArchitectureRun(folder / name, name, setup, seed, resume).run(corpus, minutes)
+                name: ArchitectureRun(folder / name, name, setup, seed, resume).run(corpus, budget)
                 for name, setup in setups.items()
             }
         rows = [row for run in runs.values() for row in run["table"]]
@@ -174,17 +204,34 @@ def quickstart(
         return result
 
 
-def print_plan(minutes: float, architectures: list[str]) -> None:
+def print_plan(budget: TimeBudget, architectures: list[str]) -> None:
     """Say what will happen, and about how long each step takes."""
     each = f" for each of {', '.join(architectures)}" if len(architectures) > 1 else ""
-    say(f"Plan: four steps in about {format_duration(60 * minutes)}{each}. Ctrl-C stops, --resume continues.")
+    longer = f" ({format_duration(budget.max_seconds)} on a busy machine)" if budget.can_grow else ""
+    say(f"Plan: four steps in about {format_duration(budget.seconds)}{longer}{each}. Ctrl-C stops, --resume continues.")
     for number, (name, share) in enumerate(PLAN, 1):
-        say(f"  {number}. {name}: about {format_duration(60 * minutes * share)}")
+        say(f"  {number}. {name}: about {format_duration(budget.seconds * share)}")
 
 
-def document_stride(minutes: float) -> int:
+def document_stride(seconds: float) -> int:
     """Return n: every n-th document is read. A CPU reads no more of the corpus in a few minutes, and saves the rest."""
-    return 1 if torch.cuda.is_available() or minutes >= WHOLE_CORPUS_MINUTES else 3
+    return 1 if torch.cuda.is_available() or seconds >= 60 * WHOLE_CORPUS_MINUTES else 3
+
+
+def plan_pretraining(step_seconds: float, rows: int, seconds: float, max_seconds: float) -> tuple[int, float]:
+    """Return the rows per step and the seconds of pretraining.
+
+    First the time grows until it holds `MIN_USEFUL_STEPS`, then the rows are halved.
+
+    >>> plan_pretraining(0.4, 32, 100.0, 190.0), plan_pretraining(0.6, 32, 100.0, 190.0)
+    ((32, 100.0), (32, 120.0))
+    >>> plan_pretraining(1.2, 32, 100.0, 190.0), plan_pretraining(5.0, 32, 100.0, 190.0)
+    ((16, 190.0), (8, 190.0))
+    """
+    seconds = max(seconds, min(MIN_USEFUL_STEPS * step_seconds, max_seconds))
+    while seconds < MIN_USEFUL_STEPS * step_seconds and rows >= 2 * MIN_PRETRAIN_ROWS:
+        rows, step_seconds = rows // 2, step_seconds / 2
+    return rows, seconds
 
 
 class ArchitectureRun:
@@ -194,12 +241,12 @@ class ArchitectureRun:
         self.folder, self.architecture, self.setup, self.seed, self.resume = folder, architecture, setup, seed, resume
         folder.mkdir(exist_ok=True)
 
-    def run(self, corpus: Corpus, minutes: float) -> dict[str, Any]:
+    def run(self, corpus: Corpus, budget: TimeBudget) -> dict[str, Any]:
         """Run all stages and return the inputs of the table and the report."""
-        total_seconds = 60 * minutes
+        total_seconds = budget.seconds
         with RunClock(self.folder, self.resume) as clock:
             self.announce(1, "training a tokenizer, and encoding the text", PREPARE_SHARE * total_seconds)
-            shards = self.prepare(corpus, document_stride(minutes))
+            shards = self.prepare(corpus, document_stride(total_seconds))
             clock.save()
             arm_seconds = max(total_seconds - clock.elapsed_seconds, 0) * ARM_SHARE / (1 - PREPARE_SHARE)
             starts = self.write_baselines(shards)
@@ -212,12 +259,14 @@ class ArchitectureRun:
             spent = sum(result["seconds"] for results in scores.values() for result in results.values())
             finetune_seconds = max(time.monotonic() - start, spent) / len(starts)
             clock.save()
-            seconds = max(
-                total_seconds - clock.elapsed_seconds - 1.1 * finetune_seconds - REPORT_SECONDS,
-                MIN_PRETRAIN_SHARE * total_seconds,
+            start = time.monotonic()
+            spent = clock.elapsed_seconds + 1.1 * finetune_seconds + REPORT_SECONDS
+            least = MIN_PRETRAIN_SHARE * total_seconds
+            planned = self.plan_pretraining(
+                shards, starts["counted"], *(max(s - spent, least) for s in (total_seconds, budget.max_seconds))
             )
-            self.announce(3, "pretraining from the counted embeddings", seconds)
-            trained = self.pretrain(shards, starts["counted"], seconds)
+            self.announce(3, "pretraining from the counted embeddings", 60 * planned.minutes)
+            trained = self.pretrain(planned, start)
             message = f"fine-tuning the pretrained model ({plan.describe_runs(1)})"
             self.announce(4, message, finetune_seconds)
             final = self.folder / "pretraining" / "final"
@@ -267,14 +316,34 @@ class ArchitectureRun:
                 write_model(model, temporary)
         return checkpoints
 
-    def pretrain(self, shards: ShardSet, checkpoint: Path, seconds: float) -> dict[str, Any]:
+    def plan_pretraining(self, shards: ShardSet, checkpoint: Path, seconds: float, max_seconds: float) -> Recipe:
+        """Return the recipe of pretraining, with the minutes, rows and CPU threads that suit this machine."""
         folder = self.folder / "pretraining"
         if self.resume and (folder / "recipe.yaml").is_file():
-            return pretrain(load_recipe(folder / "recipe.yaml", Recipe), resume=True)
+            return load_recipe(folder / "recipe.yaml", Recipe)
         model = with_vocabulary(self.setup.model, shards.tokenizer.vocab)
         fields = {"data": str(shards.folder), "tokenizer": shards.tokenizer.fingerprint, "minutes": seconds / 60}
         recipe = pretraining_recipe(model, output_dir=str(folder), seed=self.seed, **fields, **self.setup.recipe_fields)
-        return pretrain(replace(recipe, checkpoint=str(checkpoint), warm_start="none"), resume=self.resume)
+        recipe = replace(recipe, checkpoint=str(checkpoint), warm_start="none")
+        if torch.cuda.is_available():
+            return recipe
+        with quiet():
+            step_seconds, threads = time_pretraining(recipe)
+        rows, longer = plan_pretraining(step_seconds, recipe.per_device_train_batch_size, seconds, max_seconds)
+        extend_overall_progress(longer - seconds)
+        if (rows, longer) != (recipe.per_device_train_batch_size, seconds):
+            more = f"takes {format_duration(longer - seconds)} more, and " if longer > seconds else ""
+            steps = longer / step_seconds * recipe.per_device_train_batch_size / rows
+            say(
+                f"a step of {recipe.per_device_train_batch_size} rows takes {step_seconds:.1f}s here (load "
+                f"{load_average():.1f}): pretraining {more}makes about {steps:.0f} steps of {rows} rows"
+            )
+        return replace(recipe, minutes=longer / 60, per_device_train_batch_size=rows, threads=threads)
+
+    def pretrain(self, recipe: Recipe, start_time: float) -> dict[str, Any]:
+        """Pretrain; `minutes` start at `start_time`."""
+        resumes = self.resume and (Path(recipe.output_dir) / "recipe.yaml").is_file()
+        return pretrain(recipe, resume=self.resume, start_time=None if resumes else start_time)
 
     def finetune_recipe(self, arm: str, checkpoint: Path, num_labels: int, **fields: Any) -> FinetuneRecipe:
         """Return the recipe of one arm. Its scores choose nothing: no early stopping, no best step."""

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from importlib import import_module
+from statistics import fmean
 from threading import Thread
 
 import torch
@@ -130,13 +131,19 @@ def load_average() -> float:
 
 
 def choose_threads(choices: Sequence[int], time_step: Callable[[], float], turns: int = 2) -> None:
-    """Set the number of threads with the shortest step. Each is timed in `turns`: other programs come and go."""
+    """Set the number of threads with the shortest step. Each is timed in `turns`: other programs come and go.
+
+    On an idle machine the best turn counts, since the others met a disturbance. Beside other programs the mean counts:
+    there the best turn is a moment in which they slept.
+    """
     if not choices:
         return
-    seconds = dict.fromkeys(choices, float("inf"))
+    timings: dict[int, list[float]] = {threads: [] for threads in choices}
     for threads in (*choices,) * turns:
         torch.set_num_threads(threads)
-        seconds[threads] = min(seconds[threads], time_step())
+        timings[threads].append(time_step())
+    summarize = fmean if load_average() > choices[-1] else min  # this run's own threads are not more than the cores
+    seconds = {threads: summarize(times) for threads, times in timings.items()}
     best = min(seconds, key=lambda threads: seconds[threads])
     torch.set_num_threads(best)
     if best < choices[-1]:

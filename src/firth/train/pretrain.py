@@ -565,7 +565,7 @@ def resolve_schedule(
             f"{format_duration(steps * step_seconds)}"
         )
         if steps < min(min_useful_steps, recipe.max_steps or min_useful_steps):
-            warn(describe_short_plan(recipe, steps, steps * step_rows / num_rows, step_seconds, min_useful_steps))
+            warn(describe_short_plan(steps, steps * step_rows / num_rows, step_seconds, min_useful_steps))
     elif not steps:
         steps = math.ceil(recipe.num_train_epochs * num_rows / step_rows)
         if steps < min_steps:
@@ -585,16 +585,26 @@ def resolve_schedule(
     )
 
 
-def describe_short_plan(
-    recipe: TrainingConfig, steps: int, epochs: float, step_seconds: float, min_useful_steps: int
-) -> str:
+def describe_short_plan(steps: int, epochs: float, step_seconds: float, min_useful_steps: int) -> str:
     """Say that a plan is too short to learn from, and how many minutes would do."""
     read = f"{100 * epochs:.0f}% of the text" if epochs < 1 else f"the text {epochs:.1f} times"
-    minutes = math.ceil(recipe.minutes + (min_useful_steps - steps) * step_seconds / 60)
+    minutes = math.ceil((min_useful_steps - steps) * step_seconds / 60)
     return (
-        f"{format_count(steps, 'step reads', 'steps read')} {read}: expect little. --minutes {minutes} makes "
-        f"{min_useful_steps} steps at this speed."
+        f"{format_count(steps, 'step reads', 'steps read')} {read}: expect little. With "
+        f"{format_count(minutes, 'more minute', 'more minutes')} (--minutes) the run makes {min_useful_steps} steps."
     )
+
+
+def time_pretraining(recipe: Recipe) -> tuple[float, int]:
+    """Return the seconds of a step of one process, and the fastest number of CPU threads, without training anything."""
+    shards, compute = open_recipe_shards(recipe), choose_compute(recipe)
+    with limit_threads():
+        rows = make_row_dataset(recipe, shards, held_out=False)
+        batches = make_pretrain_batch_fn(recipe, rows, shards.tokenizer)
+        threads = thread_choices(recipe, compute)
+        model = build_pretrain_model(recipe, shards.tokenizer)
+        step_seconds, _ = time_steps(recipe, compute, model, batches, None, seconds=0.0, threads=threads)
+        return step_seconds, torch.get_num_threads() if threads else recipe.threads
 
 
 def time_steps(
