@@ -10,6 +10,7 @@ from firth.core.errors import UserError
 
 if TYPE_CHECKING:
     from firth.api import (
+        Predictor,
         check,
         compare,
         embed,
@@ -21,6 +22,7 @@ if TYPE_CHECKING:
         generate,
         load,
         models,
+        predict,
         prepare,
         pretrain,
         prove_resume,
@@ -32,6 +34,7 @@ if TYPE_CHECKING:
 
 __version__ = "0.1.0"
 __all__ = [
+    "Predictor",
     "UserError",
     "check",
     "compare",
@@ -44,6 +47,7 @@ __all__ = [
     "generate",
     "load",
     "models",
+    "predict",
     "prepare",
     "pretrain",
     "prove_resume",

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import re
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -85,6 +85,8 @@ if TYPE_CHECKING:
     import numpy as np
 
     from firth.evaluate.neighbours import Neighbour
+    from firth.evaluate.predict import Predictor as Predictor
+    from firth.evaluate.predict_input import AskedInput
     from firth.generate import Blank
     from firth.lab.quickstart import quickstart as quickstart
     from firth.models import Model
@@ -109,7 +111,7 @@ STATIC_MODELS = (
 
 
 def __getattr__(name: str) -> Any:
-    """Import `load` and `quickstart` at their first use."""
+    """Import `load`, `quickstart` and `Predictor` at their first use."""
     if name == "load":
         from firth.models import load_model
 
@@ -118,6 +120,10 @@ def __getattr__(name: str) -> Any:
         from firth.lab.quickstart import quickstart
 
         return quickstart
+    if name == "Predictor":
+        from firth.evaluate.predict import Predictor
+
+        return Predictor
     raise AttributeError(f"module 'firth.api' has no attribute {name!r}")
 
 
@@ -1041,6 +1047,28 @@ def evaluate(
     from firth.evaluate import evaluate as evaluate_checkpoint
 
     return evaluate_checkpoint(checkpoint, task, data, path, numbered=output_dir is None, **settings)
+
+
+def predict(
+    checkpoint: str | Path | Model,
+    inputs: str | Mapping[str, Any] | Iterable[AskedInput],
+    task: str | None = None,
+    batch_size: int = 32,
+) -> Any:
+    """Ask a fine-tuned checkpoint: labels, scores, spans, answers, texts or vectors for new inputs.
+
+    An input is a text, a list of texts (a pair; question and context; context and choices) or a record with the columns
+    of the training file. Several inputs give a list of records, a single text or record gives one. `task` selects one
+    of several tasks. To ask repeatedly, load the model once: `firth.Predictor(checkpoint).predict(inputs)`.
+    """
+    from firth.evaluate.predict import Predictor
+
+    single = isinstance(inputs, str | Mapping)
+    predictor = Predictor(checkpoint, task or "", batch_size)
+    records = predictor.predict([inputs] if single else inputs)  # type: ignore[list-item]
+    for notice in predictor.notices:
+        say(notice)
+    return records[0] if single else records
 
 
 def read_finetuned_task(checkpoint: str | Path) -> str:

@@ -37,6 +37,7 @@ MISTAKES = [
     "finetune missing --task classify --train missing.csv --dev missing.csv --output-dir x",
     "evaluate missing --data missing.csv",
     "evaluate missing --task perplexity",
+    "predict missing text",
     "check missing.txt",
     "tokenizer missing.txt --output-dir x",
     "prepare missing.txt --tokenizer missing --output-dir x",
@@ -76,12 +77,9 @@ def test_a_mistake_does_not_load_torch(outcomes: dict[str, str], line: str) -> N
     assert outcomes[line] == "2 False"
 
 
-def test_the_version_and_a_command_that_does_not_exist_yet(capsys: pytest.CaptureFixture[str]) -> None:
-    for words, code in ((["--version"], 0), (["predict", "run/final", "new.csv"], 2)):
-        with pytest.MonkeyPatch.context() as patch, pytest.raises(SystemExit) as e:
-            patch.setattr(sys, "argv", ["firth", *words])
-            main()
-        assert (e.value.code or 0) == code
-    printed = capsys.readouterr()
-    assert printed.out.startswith(f"firth {firth.__version__} (Python ")
-    assert "`firth evaluate CHECKPOINT --data FILE` writes predictions.jsonl" in printed.err.replace("\n", " ")
+def test_the_version(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.MonkeyPatch.context() as patch, pytest.raises(SystemExit) as e:
+        patch.setattr(sys, "argv", ["firth", "--version"])
+        main()
+    assert not e.value.code
+    assert capsys.readouterr().out.startswith(f"firth {firth.__version__} (Python ")

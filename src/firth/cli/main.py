@@ -21,7 +21,7 @@ from typer.exceptions import TyperException
 from firth import __version__
 from firth.cli import options as opt
 from firth.cli import render
-from firth.core.console import format_count, print_error, print_text, say, set_quiet, show_table, stderr_console
+from firth.core.console import format_count, print_error, print_text, say, set_quiet, show_table, stderr_console, track
 from firth.core.errors import MAX_REASON_CHARS, Interrupted, UserError, shorten
 from firth.generate.config import GenerationConfig
 from firth.tasks import FinetuneRecipe
@@ -35,12 +35,6 @@ app = typer.Typer(
 )
 command = partial(opt.add_command, app)
 
-# Commands that people expect and Firth does not have: what to use today.
-MISSING_COMMANDS = {
-    "predict": "`firth predict` does not exist yet. `firth evaluate CHECKPOINT --data FILE` writes predictions.jsonl "
-    "for a file with the columns of the training file, with or without labels. In Python: "
-    "firth.evaluate(checkpoint, data=file).",
-}
 DISTRIBUTED_FIELDS = ("parallel", "cpu_offload")  # for commands that torchrun may start
 SUITE_OPTIONS = ("tasks", "seeds", "config", "resume", "overrides")  # `evaluate` takes them only with --suite
 MAX_LOGIT_DIFFERENCE = 1e-3  # between logits: rounding explains less than this
@@ -259,6 +253,69 @@ def check_suite_options(options: dict[str, Any]) -> dict[str, Any]:
     if len(data) > 1:
         raise UserError(f"--suite takes one folder as --data; {len(data)} were given.")
     return {**options, "data": data[0]}
+
+
+@command(
+    opt.PredictOptions,
+    examples="""
+firth predict topics/final "The team won again." "Prices rose."
+firth predict names/final --data new.txt --output names.jsonl
+tail -f feed | firth predict topics/final --data - --batch-size 1 --json
+""",
+)
+def predict(
+    json: bool,
+    checkpoint: str,
+    text: list[str] | None = None,
+    data: str | None = None,
+    output: str | None = None,
+    overwrite: bool = False,
+    task: str | None = None,
+    columns: dict[str, str] | None = None,
+    encoding: str = "utf-8",
+    batch_size: int = 32,
+) -> None:
+    """Ask a fine-tuned checkpoint: labels, scores, entities, answers, texts or vectors for new inputs.
+
+    Prints one line per input; with --json a JSON object per line, as it is computed.
+    """
+    if text and text != ["-"] and data:
+        raise UserError(f"Texts are given both as arguments and in --data {data}: choose one.")
+    if not Path(checkpoint).is_dir():
+        raise UserError(f"{checkpoint} is not a checkpoint folder. `firth finetune` makes one: RUN/final.")
+    if output is not None:
+        from firth.evaluate.predict_output import check_output_file
+
+        check_output_file(Path(output), overwrite)
+    if not text and not data and sys.stdin.isatty():
+        raise UserError("There is nothing to predict for: give texts as arguments, --data FILE, or lines on stdin.")
+    from firth.evaluate.predict import CHUNK_BATCHES, Predictor
+    from firth.evaluate.predict_output import format_prediction, merge_columns, write_predictions
+
+    predictor = Predictor(checkpoint, task or "", batch_size)
+    texts = text if text and text != ["-"] else None
+    inputs = (
+        predictor.reader.read_arguments(texts) if texts else predictor.reader.read_file(data or "-", columns, encoding)
+    )
+    predictions = predictor.predict_inputs(
+        track(inputs, "predicting", "inputs") if data else inputs, 1 if data in (None, "-") else CHUNK_BATCHES
+    )
+    if output is not None:
+        count = write_predictions(Path(output), predictions)
+    else:
+        count = 0
+        for asked, record in predictions:
+            count += 1
+            if json:
+                render.print_json(merge_columns(asked.columns, record))
+            else:
+                print_text(format_prediction(asked, record))
+    if not count:
+        raise UserError(f"{data or 'stdin'}: no inputs.")
+    for notice in predictor.notices:
+        say(notice)
+    if output is not None:
+        say(f"{output}: {format_count(count, 'prediction')}.")
 
 
 @command(
@@ -565,8 +622,4 @@ def describe_usage_error(error: TyperException) -> str:
         name = parameter.opts[0] if parameter.opts[0].startswith("-") else parameter.metavar or parameter.name.upper()
         return f"{name} is missing.{hint}"
     message = shorten(error.format_message(), MAX_REASON_CHARS)
-    if missing := next(
-        (advice for name, advice in MISSING_COMMANDS.items() if f"No such command '{name}'" in message), ""
-    ):
-        return missing
     return message + ("" if message.endswith((".", "?")) else ".") + hint

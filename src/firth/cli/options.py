@@ -705,6 +705,32 @@ class EvaluateOptions(OutputOptions):
 
 
 @dataclass(kw_only=True)
+class PredictOptions(JsonOptions):
+    checkpoint: str = option(..., "A fine-tuned checkpoint: RUN/final.", argument=True)
+    text: list[str] | None = option(
+        None,
+        "Texts to predict for. A pair, or question and context, are two texts; choice: context, then choices. "
+        "Default: stdin.",
+        "[TEXT]...",
+        argument=True,
+    )
+    data: str | None = option(
+        None,
+        "Read inputs from this file: .jsonl, .csv, .tsv or .parquet with the columns of the training file, or .txt "
+        "with a text on each line. - reads lines from stdin.",
+        "FILE",
+    )
+    output: str | None = option(None, "Write inputs and predictions to this .jsonl, .csv or .tsv file.", "FILE")
+    overwrite: bool = option(False, "Replace an existing --output.")
+    task: str | None = option(None, "Choose one of the tasks of a checkpoint that learned several.", "NAME")
+    columns: dict[str, str] | None = option(
+        None, "Rename columns, as text=body,question=q.", "A=B", parse=parse_columns
+    )
+    encoding: str = option("utf-8", "Set the encoding of --data.")
+    batch_size: int = option(32, "Compute this many inputs together.", bounds={"ge": 1})
+
+
+@dataclass(kw_only=True)
 class GenerateOptions(JsonOptions):
     checkpoint: str = option(..., "A decoder or an encoder-decoder.", argument=True)
     prompt: list[str] | None = option(

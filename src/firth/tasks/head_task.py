@@ -88,6 +88,7 @@ class HeadTask:
             )
         self.tokenizer, self.labels, self.architecture = tokenizer, tuple(labels), config.architecture
         self.template = TaskTemplate(tokenizer, config, max_length)
+        self.has_short_rows = False  # rows as short as a batch allows, while predicting
         self.label_to_id = {label: i for i, label in enumerate(self.labels)}
         reads_encoder = self.name == "embed" or (self.name == "tag" and not config.adds_bos)
         self.feeds_decoder = config.architecture == "encoder-decoder" and not reads_encoder
@@ -149,7 +150,8 @@ class HeadTask:
         """Pack the sequences of the items into rows; gather their target positions into slots."""
         sequences = [sequence for item in items for sequence in item.sequences]
         lengths = [sequence.num_tokens for sequence in sequences]
-        packing = pack_texts(lengths, self.template.max_length, self.sequences_per_label)
+        row_tokens = max(lengths) if self.has_short_rows else self.template.max_length
+        packing = pack_texts(lengths, row_tokens, self.sequences_per_label)
         document_ids_BT, position_ids_BT = packing.document_ids_and_positions()
         input_ids_BT = packing.scatter(np.concatenate([s.ids for s in sequences]), self.tokenizer.vocab.pad)
         token_type_ids_BT = (
@@ -199,8 +201,21 @@ class HeadTask:
 
     @torch.no_grad()
     def predict(self, model: Model, items: Sequence[Any], compute: ComputeConfig, batch_size: int) -> list[Prediction]:
-        """Predict in eval mode. For compiled models, pad batches to a few shapes to limit recompilation."""
+        """Predict in eval mode. For compiled models, pad batches to a few shapes to limit recompilation.
+
+        A model that is not compiled takes any shape, and gets rows as short as the longest text of the batch: attention
+        over a long row of several texts computes scores between texts, only to mask them.
+        """
         model.eval()
+        self.has_short_rows = not compute.compile
+        try:
+            return self.predict_batches(model, items, compute, batch_size)
+        finally:
+            self.has_short_rows = False
+
+    def predict_batches(
+        self, model: Model, items: Sequence[Any], compute: ComputeConfig, batch_size: int
+    ) -> list[Prediction]:
         predictions: list[Prediction] = []
         chunks = [items[first : first + batch_size] for first in range(0, len(items), batch_size)]
         shapes = (

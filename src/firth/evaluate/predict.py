@@ -1,0 +1,249 @@
+"""Ask a fine-tuned model: labels, scores, spans, answers, texts or vectors for new inputs.
+
+    predictor = Predictor("topics/final")
+    predictor.predict(["The team won again."])  # [{"label": "sport", "probability": 0.97, "probabilities": {...}}]
+
+An input is a text, a list of texts (a pair; question and context; context and choices) or a record with the columns of
+the training file. Inputs are sorted by length before they are packed into rows, so batches have little padding. A text
+that exceeds the model's row is read in overlapping windows: tags and answers come from the window with the most
+context, probabilities and scores are averaged over the windows.
+
+A checkpoint without task.json, such as one of `transformers`, is asked by the head that its config names.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+from firth.core.console import format_count
+from firth.core.errors import UserError, did_you_mean
+from firth.core.files import read_json
+from firth.evaluate.embed import embed_texts, normalize_rows
+from firth.evaluate.predict_input import TEXT_ROLES, AskedInput, InputReader, TaskInput
+from firth.generate import generate_results
+from firth.metrics.tagging import are_span_tags, extract_entity_spans
+from firth.models import Model, ModelConfig, load_model
+from firth.models.config import (
+    ClassificationHead,
+    EmbeddingHead,
+    MultipleChoiceHead,
+    RegressionHead,
+    SpanHead,
+    TokenClassificationHead,
+)
+from firth.tasks import TASK_FILE, Prediction, make_task
+from firth.tasks.classify import ClassificationTask
+from firth.tasks.prompts import encode_task_prompts
+from firth.tasks.regress import RegressionTask
+from firth.tasks.span_qa import split_context_windows
+from firth.text import Example
+from firth.train import TrainingConfig, choose_compute
+
+CHUNK_BATCHES = 32  # batches of a file that are sorted by length together
+SCORE_DIGITS = 6
+
+
+class Predictor:
+    """A fine-tuned checkpoint, loaded once, that predicts for new inputs.
+
+    `task` selects one of several tasks of a checkpoint. `batch_size` inputs are computed together.
+    """
+
+    def __init__(self, checkpoint: str | Path | Model, task: str = "", batch_size: int = 32) -> None:
+        model = checkpoint if isinstance(checkpoint, Model) else load_model(checkpoint)
+        name = "This model" if isinstance(checkpoint, Model) else str(checkpoint)
+        file = None if isinstance(checkpoint, Model) else Path(checkpoint) / TASK_FILE
+        facts = read_json(file) if file is not None and file.is_file() else head_metadata(model.config, name)
+        self.facts = select_task(facts, task, name)
+        if model.tokenizer is None:
+            raise UserError(f"{name} has no tokenizer.")
+        self.task = make_task(self.facts["task"], self.facts, model.tokenizer, model.config)
+        self.reader = InputReader(self.task.name, *self.text_counts())
+        self.compute = choose_compute(TrainingConfig(compile=False))  # a few batches do not repay a compilation
+        self.model, self.batch_size, self.num_windowed_texts = model.to(self.compute.device), batch_size, 0
+
+    def text_counts(self) -> tuple[int, int]:
+        """Return the smallest and the largest number of texts of an input."""
+        if self.task.name == "choice":
+            return 3, sys.maxsize
+        if self.task.name == "regress":
+            return (self.facts.get("texts", 1),) * 2
+        if self.task.name == "embed" or self.facts.get("is_inferred"):
+            return 1, 2
+        return (len(TEXT_ROLES.get(self.task.name, ())),) * 2
+
+    @property
+    def notices(self) -> list[str]:
+        """Messages about long texts, complete after the last prediction."""
+        count = format_count(self.num_windowed_texts, "text was", "texts were")
+        windowed = f"{count} longer than a row: read in overlapping windows, and averaged over them."
+        return [*([windowed] if self.num_windowed_texts else []), *self.task.notices]
+
+    def predict(self, inputs: Iterable[AskedInput]) -> list[dict[str, Any]]:
+        """Return one record per input, in order."""
+        asked = [self.reader.read(value, number) for number, value in enumerate(inputs, 1)]
+        return [record for _, record in self.predict_inputs(asked)]
+
+    def predict_inputs(
+        self, inputs: Iterable[TaskInput], chunk_batches: int = CHUNK_BATCHES
+    ) -> Iterator[tuple[TaskInput, dict[str, Any]]]:
+        """Yield each input with its record, in order; `chunk_batches` batches are read and computed at a time."""
+        source = iter(inputs)
+        while chunk := list(islice(source, self.batch_size * chunk_batches)):
+            for asked, prediction in zip(chunk, self.predict_chunk(chunk), strict=True):
+                yield asked, self.to_record(asked, prediction)
+
+    def predict_chunk(self, inputs: Sequence[TaskInput]) -> list[Any]:
+        """Return the prediction of each input, computed in order of length."""
+        if self.task.name == "embed":
+            return self.embed(inputs)
+        if self.task.name == "lm":
+            return self.write(inputs)
+        windows = [self.split_long_text(asked.example) for asked in inputs]
+        items = self.task.encode([window for own in windows for window in own])
+        order = sorted(range(len(items)), key=lambda i: items[i].num_tokens)
+        computed = self.task.predict(self.model, [items[i] for i in order], self.compute, self.batch_size)
+        in_order = iter([p for _, p in sorted(zip(order, computed, strict=True), key=lambda pair: pair[0])])
+        return [average_predictions([next(in_order) for _ in own]) for own in windows]
+
+    def split_long_text(self, example: Example) -> list[Example]:
+        """Return the example, or its windows if its only text exceeds a row and has one label."""
+        if not isinstance(self.task, ClassificationTask | RegressionTask) or len(example.texts) > 1 or example.spans:
+            return [example]
+        text, room = example.texts[0], self.task.template.max_text_tokens(1)
+        if len(text.encode()) <= room:  # at most one token per byte
+            return [example]
+        encoding = self.task.tokenizer.encode_with_offsets([text])[0]
+        if len(encoding.ids) <= room:
+            return [example]
+        self.num_windowed_texts += 1
+        bounds = [
+            (encoding.offsets[start][0], encoding.offsets[start + size - 1][1])
+            for start, size in split_context_windows(len(encoding.ids), room)
+        ]
+        return [example._replace(texts=(text[start:end],)) for start, end in bounds]
+
+    def embed(self, inputs: Sequence[TaskInput]) -> list[Any]:
+        """Return the vector of each text, or the cosine of two texts."""
+        texts = [text for asked in inputs for text in asked.example.texts]
+        vectors, found = iter(embed_texts(self.model, texts)), []
+        for asked in inputs:
+            own = [next(vectors) for _ in asked.example.texts]
+            a, b = (normalize_rows(vector[None])[0] for vector in (own[0], own[-1]))
+            found.append(own[0] if len(own) == 1 else float(a @ b))
+        return found
+
+    def write(self, inputs: Sequence[TaskInput]) -> list[str]:
+        """Return the answers of a model that was fine-tuned on dialogues or texts, by greedy decoding."""
+        prompts = encode_task_prompts(self.model, self.facts, [asked.example.texts[-1] for asked in inputs])
+        answers: list[str] = []
+        for first in range(0, len(prompts), self.batch_size):
+            results = generate_results(self.model, prompts[first : first + self.batch_size], temperature=0.0)
+            answers += [result["new"].strip() for result in results]
+        return answers
+
+    def to_record(self, asked: TaskInput, prediction: Any) -> dict[str, Any]:
+        """Return a prediction as a record; docs/predict.md lists the fields of each task."""
+        name = self.task.name
+        if name == "embed":
+            is_pair = isinstance(prediction, float)
+            return {"similarity": round_score(prediction)} if is_pair else {"vector": prediction.tolist()}
+        if name == "lm":
+            return {"text": prediction}
+        assert isinstance(prediction, Prediction)
+        if name == "tag":
+            return self.tag_record(asked, prediction)
+        if name == "regress":
+            return {"score": round_score(prediction.prediction)}
+        if name == "text-to-text":
+            return {"text": prediction.prediction}
+        if name == "span-qa":
+            return answer_record(asked.example.texts[1], prediction)
+        scores = {label: round_score(p) for label, p in (prediction.scores or {}).items()}
+        if name == "choice":
+            best = int(prediction.prediction)
+            chosen = {"choice": best, "text": asked.example.texts[1 + best], "probability": scores[str(best)]}
+            return {**chosen, "probabilities": list(scores.values())}
+        ranked = dict(sorted(scores.items(), key=lambda item: -item[1]))
+        return {
+            "label": prediction.prediction,
+            "probability": scores[prediction.prediction],
+            "probabilities": ranked,
+        }
+
+    def tag_record(self, asked: TaskInput, prediction: Prediction) -> dict[str, Any]:
+        """Return the entities with their character offsets in the text, or the tag of each word."""
+        text, offsets = asked.text, asked.word_offsets
+        if not are_span_tags([self.task.labels]):
+            return {"words": [text[start:end] for start, end in offsets], "tags": list(prediction.prediction)}
+        probabilities, spans = (prediction.extra or {}).get("probabilities"), []
+        for entity in extract_entity_spans(prediction.prediction):
+            start, end = offsets[entity.start][0], offsets[entity.end - 1][1]
+            span = {"type": entity.type, "text": text[start:end], "start": start, "end": end}
+            if probabilities:  # a CRF has none
+                own = probabilities[entity.start : entity.end]
+                span["probability"] = round_score(sum(own) / len(own))
+            spans.append(span)
+        return {"spans": spans}
+
+
+def average_predictions(predictions: Sequence[Prediction]) -> Prediction:
+    """Average the probabilities, or the numbers, of the windows of a text."""
+    if len(predictions) == 1:
+        return predictions[0]
+    if predictions[0].scores is None:
+        return Prediction(sum(p.prediction for p in predictions) / len(predictions))
+    labels = predictions[0].scores
+    mean = {label: sum((p.scores or {})[label] for p in predictions) / len(predictions) for label in labels}
+    return Prediction(max(mean, key=mean.__getitem__), mean)
+
+
+def answer_record(context: str, prediction: Prediction) -> dict[str, Any]:
+    """Return an answer with its character offsets in the context. An empty answer, at -1, means that there is none."""
+    answer, nbest = prediction.prediction, (prediction.extra or {}).get("nbest", ())
+    found = next((span for span in nbest if span["text"] == answer), None)
+    start = found["start"] if found else context.find(answer) if answer else -1
+    record = {"answer": answer, "start": start, "end": start + len(answer) if start >= 0 else -1}
+    return record | ({"probability": round_score(found["probability"])} if found else {})
+
+
+def round_score(value: float) -> float:
+    return round(float(value), SCORE_DIGITS)
+
+
+def head_metadata(config: ModelConfig, name: str) -> dict[str, Any]:
+    """Return what task.json would say of a checkpoint without one, by its head."""
+    head, facts = config.head, {"answer": "head", "is_inferred": True}
+    if isinstance(head, ClassificationHead) and head.num_marked == 1:
+        return {"task": "classify", "labels": head.names, **facts}
+    if isinstance(head, TokenClassificationHead):
+        return {"task": "tag", "labels": head.names, **facts, "is_inferred": False}
+    if isinstance(head, RegressionHead):
+        return {"task": "regress", "texts": head.num_orders, **facts}
+    kinds = {SpanHead: "span-qa", MultipleChoiceHead: "choice", EmbeddingHead: "embed"}
+    if task := next((task for kind, task in kinds.items() if isinstance(head, kind)), None):
+        return {"task": task, **facts, "is_inferred": False}
+    use = {
+        "encoder": "`firth fill` predicts words for blanks, `firth embed` gives vectors",
+        "decoder": "`firth generate` continues a text",
+        "encoder-decoder": "`firth generate` answers a text",
+    }[config.architecture]
+    raise UserError(
+        f"{name} is not fine-tuned for a task: {use}. "
+        f"`firth finetune {name} --task ... --train ... --dev ...` teaches it one."
+    )
+
+
+def select_task(facts: Mapping[str, Any], task: str, name: str) -> dict[str, Any]:
+    """Return the metadata of the task `task`, or of the only one."""
+    several = facts.get("tasks", {})
+    if several and task not in several:
+        problem = f"There is no task {task!r}. {did_you_mean(task, several)}" if task else "Choose one with --task."
+        raise UserError(f"{name} was fine-tuned for {', '.join(several)}. {problem}")
+    if not several and task not in ("", facts["task"]):
+        raise UserError(f"{name} was fine-tuned for {facts['task']}, not for {task}.")
+    return dict(several[task] if several else facts)

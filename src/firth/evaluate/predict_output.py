@@ -1,0 +1,103 @@
+"""Write predictions while they are made: JSON lines or a table, or one readable line per input."""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+from firth.core.errors import UserError
+from firth.core.files import atomic_file, check_writable
+from firth.evaluate.predict_input import TaskInput
+from firth.text.records import data_extension
+
+TABLE_DELIMITERS = {".csv": ",", ".tsv": "\t"}
+MAX_SHOWN_CHARS = 80  # of an input on the terminal
+SHOWN_VECTOR_NUMBERS = 4
+
+
+def check_output_file(path: Path, overwrite: bool) -> None:
+    """Refuse another format than .jsonl, .csv and .tsv, and a file that exists."""
+    if data_extension(path) != path.suffix.lower() or path.suffix.lower() not in (".jsonl", *TABLE_DELIMITERS):
+        raise UserError(f"--output {path}: predictions are written to .jsonl, .csv or .tsv.")
+    check_writable(path.parent)
+    if path.exists() and not overwrite:
+        raise UserError(f"{path} exists already. Name another --output, or pass --overwrite.")
+
+
+def write_predictions(path: Path, predictions: Iterable[tuple[TaskInput, dict[str, Any]]]) -> int:
+    """Write a record per input: its columns, then the prediction's. The file appears when it is whole."""
+    delimiter, count, columns = TABLE_DELIMITERS.get(path.suffix.lower()), 0, None
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with atomic_file(path) as file:
+        for asked, prediction in predictions:
+            record = merge_columns(asked.columns, prediction)
+            if delimiter is None:
+                file.write((json.dumps(record, ensure_ascii=False) + "\n").encode())
+            else:
+                if columns is None:
+                    columns = list(record)
+                    file.write(format_row(columns, delimiter))
+                file.write(format_row([format_cell(record.get(column, "")) for column in columns], delimiter))
+            count += 1
+    return count
+
+
+def merge_columns(inputs: Mapping[str, Any], prediction: Mapping[str, Any]) -> dict[str, Any]:
+    """Return one record; a prediction's column that the input has too is renamed, as `text` to `predicted_text`."""
+    return {**inputs, **{f"predicted_{key}" if key in inputs else key: value for key, value in prediction.items()}}
+
+
+def format_row(cells: list[str], delimiter: str) -> bytes:
+    line = io.StringIO()
+    csv.writer(line, delimiter=delimiter, lineterminator="\n").writerow(cells)
+    return line.getvalue().encode()
+
+
+def format_cell(value: Any) -> str:
+    return json.dumps(value, ensure_ascii=False) if isinstance(value, list | dict) else str(value)
+
+
+def format_prediction(asked: TaskInput, record: Mapping[str, Any]) -> str:
+    """Return one readable line: the prediction, then the beginning of the input."""
+    if "spans" in record:
+        return mark_spans(asked.text, record["spans"])
+    if "tags" in record:
+        return " ".join(f"{word}/{tag}" for word, tag in zip(record["words"], record["tags"], strict=True))
+    if "vector" in record:
+        shown = ", ".join(f"{x:.3f}" for x in record["vector"][:SHOWN_VECTOR_NUMBERS])
+        return f"[{shown}, ...] ({len(record['vector'])} numbers)  {shorten(asked.example.texts[0])}"
+    if "similarity" in record:
+        return f"{record['similarity']:.3f}  {shorten(' | '.join(asked.example.texts))}"
+    if "score" in record:
+        return f"{record['score']:.3f}  {shorten(' | '.join(asked.example.texts))}"
+    probability = f"{100 * record['probability']:5.1f}%" if "probability" in record else ""
+    if "answer" in record:
+        return f"{record['answer'] or 'no answer'}  {probability.strip()}".rstrip()
+    if "choice" in record:
+        return f"{record['choice']}: {record['text']}  {probability.strip()}"
+    if "label" in record:
+        return f"{record['label']}  {probability}  {shorten(' | '.join(asked.example.texts))}"
+    return str(record["text"])
+
+
+def mark_spans(text: str, spans: Iterable[Mapping[str, Any]]) -> str:
+    """Return a text with its entities in brackets, as in "[PER Juma 98%] lives here".
+
+    >>> mark_spans("Juma lives", [{"type": "PER", "start": 0, "end": 4, "probability": 0.98}])
+    '[PER Juma 98%] lives'
+    """
+    parts, end = [], 0
+    for span in spans:
+        share = f" {100 * span['probability']:.0f}%" if "probability" in span else ""
+        parts += [text[end : span["start"]], f"[{span['type']} {text[span['start'] : span['end']]}{share}]"]
+        end = span["end"]
+    return "".join([*parts, text[end:]])
+
+
+def shorten(text: str) -> str:
+    text = " ".join(text.split())
+    return text if len(text) <= MAX_SHOWN_CHARS else f"{text[: MAX_SHOWN_CHARS - 4]} ..."

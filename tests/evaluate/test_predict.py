@@ -1,0 +1,241 @@
+"""Predict with a fine-tuned model: every task, every form of input, long texts, files, and what is refused."""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import firth
+from firth.cli.main import app
+from firth.core.errors import UserError
+from firth.core.files import write_json
+from firth.evaluate.predict import Predictor
+from firth.evaluate.predict_output import mark_spans, write_predictions
+from firth.models import Model, make_model
+from firth.tasks import TASK_FILE, make_task
+
+Ask = Callable[..., Path]
+TASK_FACTS: dict[str, dict[str, Any]] = {
+    "classify": {"labels": ["animal", "place"]},
+    "pair": {"labels": ["no", "yes"]},
+    "regress": {"texts": 1},
+    "tag": {"labels": ["B-PER", "I-PER", "O"]},
+    "span-qa": {"unanswerable": True, "threshold": 0.999},
+    "choice": {},
+    "text-to-text": {"max_target_length": 4},
+    "lm": {},
+    "embed": {},
+}
+
+
+@pytest.fixture(scope="module")
+def tuned(untrained: Callable[[str], Model], tmp_path_factory: pytest.TempPathFactory) -> Ask:
+    """`tuned("tag", labels=[...])`: a checkpoint as fine-tuning leaves it, with a random head."""
+
+    def make(task: str, family: str = "bert", **facts: Any) -> Path:
+        base = untrained(family)
+        assert base.tokenizer is not None
+        made = make_task(task, {"answer": "auto", **TASK_FACTS[task], **facts}, base.tokenizer, base.config)
+        torch.manual_seed(1)
+        model = make_model(replace(made.configure_model(base.config), vocab_size=made.tokenizer.vocab.size))
+        model.tokenizer = made.tokenizer
+        with torch.no_grad():
+            for p in model.parameters():
+                p.add_(torch.randn_like(p) * 0.2)
+        folder = tmp_path_factory.mktemp("tuned") / "final"
+        model.save(folder)
+        write_json(folder / TASK_FILE, made.metadata())
+        return folder
+
+    return make
+
+
+@pytest.fixture(scope="module")
+def topics(tuned: Ask) -> Path:
+    return tuned("classify")
+
+
+INPUTS: list[tuple[str, str, Any, set[str]]] = [
+    ("classify", "bert", "We saw the cat", {"label", "probability", "probabilities"}),
+    ("classify", "gpt2", {"text": "We saw the cat", "label": "animal"}, {"label", "probability", "probabilities"}),
+    ("classify", "t5", "We saw the cat", {"label", "probability", "probabilities"}),
+    ("pair", "bert", ["We saw", "the cat"], {"label", "probability", "probabilities"}),
+    ("regress", "bert", "We saw the cat", {"score"}),
+    ("tag", "bert", "Anna's cat saw the river.", {"spans"}),
+    ("tag", "bert", {"tokens": ["Anna", "saw", "it"]}, {"spans"}),
+    ("span-qa", "bert", ["Who saw it?", "Anna saw the cat."], {"answer", "start", "end", "probability"}),
+    ("choice", "bert", ["We saw", "the cat", "a river"], {"choice", "text", "probability", "probabilities"}),
+    ("text-to-text", "t5", "We saw the cat", {"text"}),
+    ("lm", "gpt2", "We saw", {"text"}),
+    ("embed", "bert", "We saw the cat", {"vector"}),
+    ("embed", "bert", ["We saw the cat", "a river"], {"similarity"}),
+]
+
+
+@pytest.mark.parametrize(("task", "family", "asked", "fields"), INPUTS)
+def test_every_task(tuned: Ask, task: str, family: str, asked: Any, fields: set[str]) -> None:
+    folder = tuned(task, family)
+    (record,) = firth.predict(folder, [asked])
+    assert set(record) == fields
+    json.dumps(record)
+    if isinstance(asked, str | Mapping):
+        assert firth.predict(folder, asked) == record
+
+
+def test_equal_to_evaluation_in_any_order_and_batch(topics: Path, sentences: list[str], tmp_path: Path) -> None:
+    texts = [text[:40] for text in sentences for _ in range(2)]
+    data = tmp_path / "texts.jsonl"
+    data.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts), encoding="utf-8")
+    firth.evaluate(topics, task="classify", data=str(data), output_dir=tmp_path / "out")
+    expected = [json.loads(line) for line in (tmp_path / "out/predictions.jsonl").read_text().splitlines()]
+    for batch_size in (1, 5):
+        records = Predictor(topics, batch_size=batch_size).predict(texts)
+        assert [r["label"] for r in records] == [e["prediction"] for e in expected]
+        for record, line in zip(records, expected, strict=True):
+            assert record["probabilities"] == pytest.approx(line["scores"], abs=1e-5)
+
+
+@pytest.mark.parametrize("task", ["text-classification", "token-classification"])
+def test_equal_to_the_pipeline_of_transformers(tuned: Ask, sentences: list[str], task: str) -> None:
+    """The same folder without task.json: labels and probabilities of `transformers`, words and spans for tags."""
+    from transformers import pipeline
+
+    folder = tuned("classify" if task == "text-classification" else "tag")
+    (folder / TASK_FILE).unlink()
+    texts = [" ".join(text.replace(".", "").replace(",", "").split()[:6]) for text in sentences]
+    records = firth.predict(folder, texts)
+    if task == "text-classification":
+        theirs = pipeline(task, model=str(folder), device="cpu", top_k=None)(texts)
+        for record, scores in zip(records, theirs, strict=True):
+            assert record["probabilities"] == pytest.approx({s["label"]: s["score"] for s in scores}, abs=1e-5)
+        return
+    tagger = pipeline(task, model=str(folder), device="cpu", aggregation_strategy="first", ignore_labels=["O"])
+    for text, record, groups in zip(texts, records, tagger(texts), strict=True):
+        assert [(s["type"], s["start"], s["end"]) for s in record["spans"]] == [
+            (g["entity_group"], g["start"], g["end"]) for g in groups
+        ]
+        assert all(text[s["start"] : s["end"]] == s["text"] for s in record["spans"])
+
+
+def test_a_long_text_is_read_in_windows(topics: Path, sentences: list[str]) -> None:
+    """Probabilities are averaged over windows that cover the whole text; a short text is not touched."""
+    predictor = Predictor(topics)
+    long = " ".join(sentences)
+    example = predictor.reader.read(long, 1).example
+    windows = predictor.split_long_text(example)
+    assert len(windows) > 1
+    assert windows[0].texts[0] == long[: len(windows[0].texts[0])]
+    assert windows[-1].texts[0] == long[-len(windows[-1].texts[0]) :]
+    (record,) = predictor.predict([long])
+    each = predictor.predict([window.texts[0] for window in windows])
+    mean = sum(r["probabilities"]["animal"] for r in each) / len(each)
+    assert record["probabilities"]["animal"] == pytest.approx(mean, abs=1e-5)
+    assert "longer than a row: read in overlapping windows" in predictor.notices[0]
+    assert len(predictor.split_long_text(predictor.reader.read("We saw it", 1).example)) == 1
+
+
+def test_an_answer_is_marked_in_its_context(tuned: Ask) -> None:
+    context = "Anna saw the cat in the garden. " * 6
+    record = firth.predict(tuned("span-qa", unanswerable=False), [["Who saw it?", context]])[0]
+    assert context[record["start"] : record["end"]] == record["answer"] != ""
+
+
+def test_files_and_pipes(topics: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
+    """A text per line, JSON lines, a table: the same predictions, in the order of the file, beside the inputs."""
+    texts = ["We saw the cat", "a river, wide", "Anna"]
+    (tmp_path / "a.txt").write_text("\n\n".join(texts) + "\n", encoding="utf-8")
+    (tmp_path / "b.csv").write_text("id,body\n" + "".join(f'x{i},"{t}"\n' for i, t in enumerate(texts)))
+    expected = [record["label"] for record in firth.predict(topics, texts)]
+    call("predict", topics, "--data", tmp_path / "a.txt", "--output", tmp_path / "a.jsonl")
+    rows = [json.loads(line) for line in (tmp_path / "a.jsonl").read_text().splitlines()]
+    assert [(row["id"], row["text"], row["label"]) for row in rows] == list(
+        zip([1, 3, 5], texts, expected, strict=True)
+    )
+    call("predict", topics, "--data", tmp_path / "b.csv", "--columns", "text=body", "--output", tmp_path / "b.tsv")
+    table = list(csv.DictReader(io.StringIO((tmp_path / "b.tsv").read_text()), delimiter="\t"))
+    assert [(row["id"], row["body"], row["label"]) for row in table] == list(
+        zip(["x0", "x1", "x2"], texts, expected, strict=True)
+    )
+    capsys.readouterr()
+    monkeypatch.setattr("sys.stdin", io.StringIO("We saw the cat\n" + json.dumps({"text": texts[1]}) + "\n"))
+    call("predict", topics, "--data", "-", "--json")
+    printed = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    assert [row["label"] for row in printed] == expected[:2]
+    call("predict", topics, *texts)
+    assert [line.split()[0] for line in capsys.readouterr().out.splitlines()] == expected
+
+
+def test_answers_come_while_the_input_is_read(topics: Path) -> None:
+    """With one input per batch the first answer is there before the second input is read."""
+    predictor, read = Predictor(topics, batch_size=1), []
+
+    def inputs() -> Any:
+        for number, text in enumerate(("We saw", "the cat"), 1):
+            read.append(text)
+            yield predictor.reader.read(text, number)
+
+    next(predictor.predict_inputs(inputs(), chunk_batches=1))
+    assert read == ["We saw"]
+
+
+def test_an_output_is_whole_or_absent(topics: Path, tmp_path: Path) -> None:
+    """A mistake in the second line leaves the old file as it was."""
+    (tmp_path / "in.jsonl").write_text('{"text": "We saw"}\n{"body": "the cat"}\n')
+    (tmp_path / "out.jsonl").write_text("old\n")
+    predictor = Predictor(topics, batch_size=1)
+    inputs = predictor.reader.read_file(str(tmp_path / "in.jsonl"), None, "utf-8")
+    with pytest.raises(UserError, match=r"in\.jsonl:2.*text"):
+        write_predictions(tmp_path / "out.jsonl", predictor.predict_inputs(inputs, 1))
+    assert (tmp_path / "out.jsonl").read_text() == "old\n"
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["in.jsonl", "out.jsonl"]
+
+
+@pytest.mark.parametrize(
+    ("task", "asked", "message"),
+    [
+        ("classify", "  ", "Input 1: an empty text"),
+        ("classify", ["a", "b"], r"2 texts, and the task classify reads 1 \(text\)"),
+        ("pair", "a", r"1 text, and the task pair reads 2 \(text_a, text_b\)"),
+        ("choice", ["a", "b"], "reads 3 or more"),
+        ("classify", {"txt": "a"}, "Input 1.*text"),
+        ("classify", [1], "an input is a text"),
+    ],
+)
+def test_what_is_refused(tuned: Ask, task: str, asked: Any, message: str) -> None:
+    with pytest.raises(UserError, match=message):
+        firth.predict(tuned(task), [asked])
+
+
+def test_a_wrong_checkpoint_output_or_task(topics: Path, saved: Callable[[str], Path], tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="is not fine-tuned for a task: `firth fill` predicts words"):
+        Predictor(saved("bert"))
+    with pytest.raises(UserError, match="is not fine-tuned for a task: `firth generate` continues"):
+        Predictor(saved("gpt2"))
+    with pytest.raises(UserError, match="was fine-tuned for classify, not for tag"):
+        Predictor(topics, "tag")
+    (tmp_path / "old.csv").touch()
+    for output, message in (("x.txt", r"to \.jsonl, \.csv or \.tsv"), ("old.csv", "exists already")):
+        with pytest.raises(UserError, match=message):
+            call("predict", topics, "We saw", "--output", tmp_path / output)
+    with pytest.raises(UserError, match="both as arguments and in --data"):
+        call("predict", topics, "We saw", "--data", "x.txt")
+    (tmp_path / "empty.txt").touch()
+    with pytest.raises(UserError, match="no inputs"):
+        call("predict", topics, "--data", tmp_path / "empty.txt")
+
+
+def test_spans_are_marked_in_the_text() -> None:
+    spans = [{"type": "PER", "start": 0, "end": 4, "probability": 0.98}, {"type": "LOC", "start": 9, "end": 16}]
+    assert mark_spans("Juma, in Nairobi.", spans) == "[PER Juma 98%], in [LOC Nairobi]."
+
+
+def call(*arguments: object) -> None:
+    app([str(argument) for argument in arguments], prog_name="firth", standalone_mode=False)
