@@ -38,6 +38,7 @@ MISTAKES = [
     "evaluate missing --data missing.csv",
     "evaluate missing --task perplexity",
     "predict missing text",
+    "chat missing",
     "check missing.txt",
     "tokenizer missing.txt --output-dir x",
     "prepare missing.txt --tokenizer missing --output-dir x",

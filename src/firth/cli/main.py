@@ -407,6 +407,53 @@ def read_input_file(file: str, columns: tuple[str, ...], encoding: str) -> list[
 
 
 @command(
+    opt.ChatOptions,
+    GenerationConfig,
+    "temperature top_k top_p repetition_penalty seed stop",
+    hidden_fields=("num_beams", "num_return_sequences"),
+    examples="""
+firth chat assistant/final
+firth chat assistant/final --system "Answer briefly." --temperature 0.7
+echo "Who are you?" | firth chat assistant/final
+""",
+)
+def chat(checkpoint: str, system: str = "", **settings: Any) -> None:
+    """Talk with a model that was fine-tuned on dialogues, in its chat template.
+
+    /clear begins anew, /exit or Ctrl-D ends. Without a terminal every line of stdin is a message.
+    """
+    if not Path(checkpoint).is_dir():
+        raise UserError(f"{checkpoint} is not a checkpoint folder. `firth finetune --task lm` makes one: RUN/final.")
+    from firth.models import load_model
+    from firth.tasks.conversation import Conversation
+
+    settings |= {"stop": [opt.parse_escapes(text, "--stop") for text in settings.get("stop", ())]}
+    conversation = Conversation(load_model(checkpoint), system, **settings)
+    interactive = sys.stdin.isatty()
+    if interactive:
+        say("Write a message. /clear begins anew, /exit ends.")
+    while (message := read_message(interactive)) is not None and message != "/exit":
+        if message == "/clear":
+            conversation.clear()
+            say("The conversation begins anew.")
+        elif message:
+            forgotten = conversation.num_forgotten
+            for piece in conversation.reply(message):
+                print_text(piece, end="")
+            print_text("")
+            if conversation.num_forgotten > forgotten:
+                say("The conversation is too long for this model: its oldest messages were left out.")
+
+
+def read_message(interactive: bool) -> str | None:
+    """Return the next line of stdin without white space at its ends; None at its end."""
+    try:
+        return input("> " if interactive else "").strip()
+    except EOFError:
+        return None
+
+
+@command(
     opt.FillOptions,
     examples="""
 firth fill run/final "The ___ sleeps on the mat."

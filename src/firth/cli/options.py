@@ -747,6 +747,15 @@ class GenerateOptions(JsonOptions):
 
 
 @dataclass(kw_only=True)
+class ChatOptions:
+    checkpoint: str = option(..., "A model that was fine-tuned on dialogues.", argument=True)
+    system: str = option("", "Begin with this system message.", "TEXT", topic="Conversation")
+    max_new_tokens: int = option(
+        256, "Generate at most this many tokens for an answer.", topic="Conversation", bounds={"ge": 1}
+    )
+
+
+@dataclass(kw_only=True)
 class FillOptions(JsonOptions):
     checkpoint: str = option(..., "An encoder or an encoder-decoder.", argument=True)
     text: str = option(..., "A text with blanks, written [MASK] or ___.", argument=True)

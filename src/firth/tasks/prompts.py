@@ -7,7 +7,7 @@ from typing import Any
 
 from firth.generate.decode_state import require_tokenizer
 from firth.models import Model, ModelConfig, make_sequence_template
-from firth.tasks.chat import ChatTemplate
+from firth.tasks.chat import ChatMessages, ChatTemplate
 from firth.tasks.registry import make_task, resolve_answer_mode
 from firth.tasks.text_labels import TASK_PROMPTS
 from firth.tasks.text_to_text import TextToTextTask
@@ -25,7 +25,7 @@ def encode_task_prompts(
     """
     chat = bool(metadata.get("task") == "lm" and metadata.get("roles")) if chat is None else chat
     if chat:
-        return [encode_chat_prompt(model, text) for text in texts]
+        return [encode_messages(model, [("user", text)]) for text in texts]
     if answers_in_text(model.config, metadata):
         task = make_task("text-to-text", metadata, require_tokenizer(model), model.config)
         return [item.ids for item in task.encode([Example(i, (text,)) for i, text in enumerate(texts)])]
@@ -49,11 +49,10 @@ def answers_in_text(config: ModelConfig, metadata: Mapping[str, Any]) -> bool:
     )
 
 
-def encode_chat_prompt(model: Model, text: str) -> list[int]:
-    """Return the ids of a user's message, up to the beginning of the answer."""
+def encode_messages(model: Model, messages: ChatMessages) -> list[int]:
+    """Return the ids of a dialogue in the chat template, up to the beginning of the next answer."""
     tokenizer = require_tokenizer(model)
-    ids = tokenizer.encode(
-        ChatTemplate(tokenizer).render([("user", text)], add_generation_prompt=True), parse_special=True
-    )
+    text = ChatTemplate(tokenizer).render(messages, add_generation_prompt=True)
+    ids = tokenizer.encode(text, parse_special=True)
     end = make_sequence_template(model.config, tokenizer.vocab).eos_id
     return [*ids, end] if model.config.architecture == "encoder-decoder" and ids[-1:] != [end] else ids
