@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 from firth.core.console import format_count, progress, quiet, say, warn
 from firth.core.errors import Interrupted, UserError, did_you_mean, quote
-from firth.core.files import atomic_folder, check_output_folder, find_corruption, read_json, write_json
+from firth.core.files import atomic_folder, check_output_folder, find_corruption, read_json, read_object, write_json
 from firth.core.html import resolve_page_path
 from firth.core.serialization import TYPE_KEY, to_dict
 from firth.generate.config import make_generation_config
@@ -53,7 +53,7 @@ from firth.recipes import (
 )
 from firth.recipes import named_finetuning_defaults as named_recipe
 from firth.static.ngram import is_ngram, load_ngram
-from firth.tasks.recipe import TASK_FILE, FinetuneRecipe
+from firth.tasks.recipe import TASK_FILE, FinetuneRecipe, read_task_file
 from firth.text import (
     CORPUS_OPTIONS,
     HELD_OUT_FRACTION,
@@ -811,7 +811,7 @@ def resolve_model(name: str | Path) -> tuple[ModelConfig, Path | None]:
 
 def check_same_source(file: Path, source: dict[str, Any]) -> None:
     """Write source.json; refuse to resume a run on another text or with other options of reading it."""
-    saved = read_json(file) if file.is_file() else source
+    saved = read_object(file) if file.is_file() else source
     if changed := [
         f"{name}: {saved.get(name)} -> {source.get(name)}"
         for name in {**source, **saved}
@@ -1078,7 +1078,7 @@ def read_finetuned_task(checkpoint: str | Path) -> str:
         raise UserError(f"{checkpoint} is not a checkpoint folder: there is no such folder.")
     if not file.is_file():
         raise UserError(f"{checkpoint} was not fine-tuned: name a task with --task (see --help).")
-    facts = read_json(file)
+    facts = read_task_file(Path(checkpoint))
     if "tasks" in facts:
         raise UserError(
             f"{checkpoint} was fine-tuned for several tasks: choose one by --task {' or '.join(facts['tasks'])}."
@@ -1167,8 +1167,7 @@ def load_for_generation(
 
     if not isinstance(checkpoint, str | Path):
         return checkpoint, encode_task_prompts(checkpoint, {}, prompts, chat), {}
-    model, file = load_model(checkpoint), Path(checkpoint) / TASK_FILE
-    facts = read_json(file) if file.is_file() else {}
+    model, facts = load_model(checkpoint), read_task_file(Path(checkpoint))
     return model, encode_task_prompts(model, facts, prompts, chat), finetuned_generation_settings(model, facts)
 
 

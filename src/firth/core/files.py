@@ -20,8 +20,9 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any
 
-from firth.core.errors import UserError
+from firth.core.errors import UserError, quote
 from firth.core.parse import parse_json, parse_yaml
+from firth.core.serialization import from_dict
 
 if TYPE_CHECKING:
     import numpy as np
@@ -154,6 +155,19 @@ def read_utf8(path: Path) -> str:
 
 def read_json(path: Path) -> Any:
     return parse_json(read_utf8(path), str(path))
+
+
+def read_object(path: Path, schema: type | None = None) -> dict[str, Any]:
+    """Read a JSON object. Its keys must have the types of the fields of the dataclass `schema`.
+
+    Files that Firth wrote are read like a user's: disks fail, and people edit and exchange them.
+    """
+    value = read_json(path)
+    if not isinstance(value, dict):
+        raise UserError(f"{path}: must be an object of keys and values, and is {quote(value)}.")
+    if schema is not None:
+        from_dict(value, schema, str(path))
+    return value
 
 
 def read_yaml(path: Path) -> Any:

@@ -21,6 +21,7 @@ from firth.core.errors import UserError, did_you_mean, quote, shorten
 
 DataclassT = TypeVar("DataclassT")
 TYPE_KEY = "kind"
+OPEN_SCHEMA = "allow_unknown_keys"  # a dataclass with this attribute describes some keys of a file, and ignores others
 MAX_LISTED_MISTAKES = 10  # of one file or recipe
 MAX_MISTAKE_CHARS = 1_000  # our own messages list choices; another library's may hold the whole value
 MAX_INT = 2**63  # larger whole numbers fit into no array or tensor
@@ -45,7 +46,7 @@ def _structure_union(t: Any) -> Callable[[Any, Any], Any]:
         if not isinstance(value, dict) or (TYPE_KEY not in value and len(choices) > 1):
             raise ValueError(f"needs a {quote(TYPE_KEY)}, one of {', '.join(choices)}")
         kind = value.get(TYPE_KEY, next(iter(choices)))
-        if kind not in choices:
+        if not isinstance(kind, str) or kind not in choices:
             raise ValueError(f"unknown {TYPE_KEY} {quote(kind)}. {did_you_mean(str(kind), choices)}")
         return _converter.structure({k: v for k, v in value.items() if k != TYPE_KEY}, choices[kind])
 
@@ -94,12 +95,52 @@ def _structure_tuple(t: Any) -> Callable[[Any, Any], Any]:
 
 
 def _structure_fields(t: Any) -> Callable[[Any, Any], Any]:
-    fields = make_dict_structure_fn(t, _converter, _cattrs_forbid_extra_keys=True)
+    is_open = getattr(t, OPEN_SCHEMA, False)
+    fields = make_dict_structure_fn(t, _converter, _cattrs_forbid_extra_keys=not is_open)
 
     def structure(value: Any, _: Any) -> Any:
         if not isinstance(value, dict):
             raise ValueError(f"{quote(value)} is not a mapping of keys to values")
         return fields(value, t)
+
+    return structure
+
+
+def _structure_dict(t: Any) -> Callable[[Any, Any], Any]:
+    def structure(value: Any, _: Any) -> Any:
+        if not isinstance(value, dict):
+            raise ValueError(f"{quote(value)} is not a mapping of keys to values")
+        key_type, value_type = get_args(t)
+        items = dict[Any, Any]()
+        for key, item in value.items():
+            try:
+                items[_converter.structure(key, key_type)] = _converter.structure(item, value_type)
+            except Exception as e:
+                raise ValueError(f"{quote(key)}: " + "; ".join(_describe_errors(e))) from None
+        return items
+
+    return structure
+
+
+def _is_mixed_union(t: Any) -> bool:
+    """Whether a type is a union of several types that are not all dataclasses, such as `str | Token | None`."""
+    members = [m for m in get_args(t) if m is not type(None)]
+    return get_origin(t) in (Union, types.UnionType) and len(members) > 1 and not _union_members(t)
+
+
+def _structure_mixed_union(t: Any) -> Callable[[Any, Any], Any]:
+    """Accept the first type of a union that a value has."""
+
+    def structure(value: Any, _: Any) -> Any:
+        if value is None and type(None) in get_args(t):
+            return None
+        mistakes = list[str]()
+        for member in get_args(t):
+            try:
+                return _converter.structure(value, member)
+            except Exception as e:
+                mistakes += _describe_errors(e) if member is not type(None) else []
+        raise ValueError(", and ".join(mistakes))
 
     return structure
 
@@ -113,6 +154,8 @@ _converter = cattrs.Converter()
 _converter.register_structure_hook_factory(dataclasses.is_dataclass, _structure_fields)
 _converter.register_structure_hook_factory(_has_origin(Literal), _structure_literal)
 _converter.register_structure_hook_factory(_has_origin(tuple), _structure_tuple)
+_converter.register_structure_hook_factory(_has_origin(dict), _structure_dict)
+_converter.register_structure_hook_factory(_is_mixed_union, _structure_mixed_union)
 _converter.register_structure_hook_factory(lambda t: bool(_union_members(t)), _structure_union)
 _converter.register_unstructure_hook_factory(lambda t: bool(_union_members(t)), _unstructure_union)
 _converter.register_structure_hook(int, _structure_scalar(int, int))

@@ -6,21 +6,22 @@ Facts come from the checkpoint and its run folder; sections that need a person (
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import MISSING, fields
+from dataclasses import MISSING, dataclass, fields
 from pathlib import Path
 from typing import Any, NamedTuple, get_args
 
 import yaml
 
 from firth.core.errors import UserError
-from firth.core.files import MODEL_CARD_FILE, read_json, read_yaml, write_text
+from firth.core.files import MODEL_CARD_FILE, read_object, read_yaml, write_text
 from firth.core.html import format_cell
 from firth.core.serialization import to_dict
 from firth.evaluate.export import encoder_without_generator, hf_auto_class
 from firth.metrics import mean_and_std
 from firth.models import FIRTH_MODEL_TYPE, LMHead, ModelConfig, count_parameters, hf_model_type, read_config
 from firth.objectives import Mixture, Objective
-from firth.tasks import TASK_FILE, FinetuneRecipe
+from firth.tasks import FinetuneRecipe
+from firth.tasks.recipe import read_task_file
 from firth.tokens import Tokenizer, load_tokenizer
 from firth.train import Recipe
 from firth.train.recipe import flatten_mapping
@@ -96,14 +97,14 @@ def render_model_card(folder: Path) -> str:
     """The card as Markdown."""
     config, run = read_config(folder), folder.absolute().parent
     tokenizer = load_tokenizer(folder)
-    facts = read_json_if_present(folder / TASK_FILE)
+    facts = read_task_file(folder)
     recipe = read_recipe_yaml(run / "recipe.yaml")
     scores = list(collect_scores(folder, recipe))
     sections = {
         "Model": model_section(config, tokenizer, facts),
         "Intended use": intended_use_section(config, facts),
-        "Data": data_section(recipe, read_json_if_present(run / "source.json")),
-        "Training": training_section(recipe, read_json_if_present(run / "results.json")),
+        "Data": data_section(recipe, read_if_present(run / "source.json", SourceFile)),
+        "Training": training_section(recipe, read_if_present(run / "results.json", RunResultsFile)),
         "Scores": scores_section(scores),
         "Limitations": FILL_IN_PLACEHOLDER,
         "Licence": f"{FILL_IN_PLACEHOLDER} Also set `license` at the top of this file.",
@@ -115,9 +116,35 @@ def render_model_card(folder: Path) -> str:
     return f"---\n{front_matter(config, tokenizer, facts, name, metrics)}---\n\n# {name}\n\n{body}\n"
 
 
-def read_json_if_present(path: Path) -> dict[str, Any]:
+@dataclass(frozen=True)
+class RunResultsFile:
+    """The keys of a results.json that the card shows."""
+
+    allow_unknown_keys = True
+
+    metric: str | None = None
+    scores: tuple[dict[str, float | None], ...] | dict[str, Any] = ()  # of each seed, or of one
+    best_seed: int = 0
+    diverged: tuple[int, ...] = ()
+    metrics: dict[str, Any] | None = None
+    checkpoint: str | None = None
+    steps: Any = None
+    mix: tuple[dict[str, Any], ...] = ()
+
+
+@dataclass(frozen=True)
+class SourceFile:
+    """The keys of a source.json that the card shows."""
+
+    allow_unknown_keys = True
+
+    data: tuple[str, ...] = ()
+    bytes: int | None = None
+
+
+def read_if_present(path: Path, schema: type) -> dict[str, Any]:
     """The object in a JSON file; empty without the file."""
-    return dict(read_json(path)) if path.is_file() else {}
+    return read_object(path, schema) if path.is_file() else {}
 
 
 def read_recipe_yaml(path: Path) -> dict[str, Any]:
@@ -225,10 +252,11 @@ def objective_with_defaults(objective_dict: Any) -> Any:
 def collect_scores(folder: Path, recipe: Mapping[str, Any]) -> Iterator[CardScores]:
     """Yield the scores of a model from its run, and from every evaluation in its run folder."""
     run, seen = folder.absolute().parent, set[str]()
-    results = read_json_if_present(run / "results.json")
-    if "metric" in results:
-        best, diverged = results["scores"][results["best_seed"]], results.get("diverged", ())
-        seeds = [scores for i, scores in enumerate(results["scores"]) if i not in diverged]
+    results = read_if_present(run / "results.json", RunResultsFile)
+    scores_of_seeds = results["scores"] if isinstance(results.get("scores"), list) else []
+    if "metric" in results and 0 <= results.get("best_seed", 0) < len(scores_of_seeds):
+        best, diverged = scores_of_seeds[results.get("best_seed", 0)], results.get("diverged", ())
+        seeds = [scores for i, scores in enumerate(scores_of_seeds) if i not in diverged]
         names = dict.fromkeys([results["metric"], *best])
         complete = [n for n in names if all(scores.get(n) is not None for scores in seeds)]
         means = {n: mean_and_std([scores[n] for scores in seeds]) for n in complete if len(seeds) > 1}
@@ -239,7 +267,7 @@ def collect_scores(folder: Path, recipe: Mapping[str, Any]) -> Iterator[CardScor
         for source in results.get("mix", ()):
             yield CardScores(f"held-out documents of {source['source']}", held_out_scores(source), {})
     for path in sorted(run.glob("evaluate-*/results.json")):
-        result = read_json_if_present(path)
+        result = read_if_present(path, RunResultsFile)
         if result.get("metrics") and Path(result.get("checkpoint", folder)).name == folder.name:
             metrics = {name: x for name, x in result["metrics"].items() if x is not None}
             data = Path(str(result.get("data", path.parent.name))).name

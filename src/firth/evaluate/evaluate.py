@@ -17,7 +17,7 @@ from firth.core.files import (
     check_output_folder,
     check_writable,
     is_missing_or_empty,
-    read_json,
+    read_object,
     replace_nonfinite,
     write_results,
     write_text,
@@ -33,7 +33,8 @@ from firth.evaluate.vectors import evaluate_analogies, evaluate_word_similarity,
 from firth.metrics import compute_metrics
 from firth.models import load_model, read_config
 from firth.static.ngram import is_ngram
-from firth.tasks import FINETUNE_TASKS, TASK_FILE, Prediction, format_predictions, make_task, make_task_without_examples
+from firth.tasks import FINETUNE_TASKS, Prediction, format_predictions, make_task, make_task_without_examples
+from firth.tasks.recipe import read_task_file
 from firth.tasks.span_qa import SpanQATask
 from firth.text import Corpus, Example, RowNotes, read_labelled
 from firth.text.labelled_row import MAX_LISTED_ROWS
@@ -84,7 +85,7 @@ def evaluate(
     """
     checkpoint, folder = Path(checkpoint), Path(output_dir)
     settings = {name: value for name, value in settings.items() if value is not None}
-    facts = read_task_metadata(checkpoint)
+    facts = read_task_file(checkpoint)
     if task in facts.get("tasks", {}):  # one of several, by its name
         facts = facts["tasks"][task]
         task = facts["task"]
@@ -133,11 +134,6 @@ def check_all_or_no_labels(data: str | Path, examples: Sequence[Example]) -> Non
             f"{len(examples) - len(lacking):,} have one. Add the missing labels, or remove these examples; a file "
             "without labels gives predictions alone."
         )
-
-
-def read_task_metadata(checkpoint: Path) -> dict[str, Any]:
-    """The task file of a fine-tuned checkpoint; empty for any other."""
-    return dict(read_json(checkpoint / TASK_FILE)) if (checkpoint / TASK_FILE).is_file() else {}
 
 
 def is_finetuned_for(task: str, task_metadata: Mapping[str, Any]) -> bool:
@@ -257,7 +253,7 @@ def ensemble_predictions(
     """Average the probabilities of checkpoints that were fine-tuned for the same labels (ULMFiT, section 5)."""
     all_scores = [[p.scores for p in evaluation.predictions]]
     for other in map(Path, others):
-        facts = read_task_metadata(other)
+        facts = read_task_file(other)
         check_evaluation(other, task, facts, {})
         result = evaluate_finetuned(other, task, facts, examples, batch_size)
         if result.details != evaluation.details:
@@ -319,7 +315,7 @@ def has_same_results(folder: Path, result: Mapping[str, Any], predictions_jsonl:
     results, predictions = folder / "results.json", folder / "predictions.jsonl"
     if not results.is_file() or not predictions.is_file():
         return False
-    before, now = read_json(results), json.loads(json.dumps(replace_nonfinite(result)))
+    before, now = read_object(results), json.loads(json.dumps(replace_nonfinite(result)))
     same_names = all(are_same_files(before.pop(name, None), now.pop(name, None)) for name in PATH_RESULT_KEYS)
     same_scores = all(before.get(name) == value for name, value in now.items())
     return same_names and same_scores and predictions.read_text(encoding="utf-8") == predictions_jsonl

@@ -22,7 +22,7 @@ import torch
 
 from firth.core.console import format_count, format_duration, quiet, say
 from firth.core.errors import UserError
-from firth.core.files import MODEL_CARD_FILE, read_json, read_utf8, read_yaml
+from firth.core.files import MODEL_CARD_FILE, read_object, read_utf8, read_yaml
 from firth.core.html import HtmlPage, format_cell, plot_loss_curve
 from firth.evaluate.card import write_model_card
 from firth.evaluate.report import Point, add_source_table, format_commands, loss_series
@@ -190,7 +190,7 @@ def write_pretraining_report(folder: Path, recipe: Recipe, results: Mapping[str,
 def describe_text(folder: Path, recipe: Recipe) -> str:
     """Name the text of a run: the files that it was given, its shards, or the sources of its mix."""
     source = folder / "source.json"
-    given = read_json(source).get("data", []) if source.is_file() else []
+    given = read_object(source).get("data", []) if source.is_file() else []
     names = [Path(str(name)).name for name in given] or [*recipe.sources] or [Path(recipe.data).name]
     return names[0] if len(names) == 1 else f"{names[0]} and {len(names) - 1} more"
 

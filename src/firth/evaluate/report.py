@@ -10,7 +10,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from firth.core.files import MODEL_CARD_FILE, read_json, read_utf8, read_yaml
+from firth.core.files import MODEL_CARD_FILE, read_object, read_utf8, read_yaml
 from firth.core.html import HtmlPage, plot_loss_curve
 from firth.core.parse import parse_yaml
 from firth.evaluate.card import write_model_card
@@ -220,7 +220,7 @@ def add_loss_curves(page: HtmlPage, checkpoint: Path) -> None:
         train = {name: log_points(log, "loss") for name, log in lines.items()}
         held_out = {name: log_points(log, "eval_loss") for name, log in lines.items()}
     if any(train.values()):
-        results = read_json(run / "results.json") if (run / "results.json").is_file() else {}
+        results = read_object(run / "results.json") if (run / "results.json").is_file() else {}
         page.add_heading("Training")
         figure = plot_loss_curve(train, held_out, comparable_entropy(run, results))
         figure.axes[0].set_ylabel("loss")  # per example, not always per token

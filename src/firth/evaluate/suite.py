@@ -17,9 +17,9 @@ from typing import Any
 
 from firth.core.console import format_count, quiet, run_series, say, warn
 from firth.core.errors import UserError, did_you_mean, quote
-from firth.core.files import check_output_folder, read_json, read_yaml, write_json, write_results
+from firth.core.files import check_output_folder, read_object, read_yaml, write_json, write_results
 from firth.core.html import HtmlPage
-from firth.evaluate.evaluate import ZERO_SHOT_TASKS, check_evaluation, evaluate, evaluate_finetuned, read_task_metadata
+from firth.evaluate.evaluate import ZERO_SHOT_TASKS, check_evaluation, evaluate, evaluate_finetuned
 from firth.evaluate.likelihood import choose_scoring_method, text_metric_names
 from firth.evaluate.report import write_run_report_and_card
 from firth.metrics import f1, mean_and_std, squad_per_question
@@ -36,6 +36,7 @@ from firth.tasks import (
     write_predictions,
 )
 from firth.tasks.finetune import check_labels
+from firth.tasks.recipe import read_task_file
 from firth.tasks.registry import LABEL_TASKS
 from firth.tasks.results import check_metric
 from firth.text import Example, SuiteTask, find_glue_suite, find_superglue_suite, read_labelled, read_suite
@@ -106,7 +107,7 @@ def evaluate_suite(
                 result = run_suite_task(checkpoint, task, folder / task.name, seeds, dict(options or {}))
                 write_json(files[task.name], result | {"files": task_inputs(task)})
                 series.end_run()
-            done[task.name] = dict(read_json(files[task.name]))
+            done[task.name] = read_object(files[task.name])
             write_results(folder / SUITE_RESULTS_FILE, summarize_suite(settings, done, all_names, folder))
     result = summarize_suite(settings, done, all_names, folder)
     write_suite_page(folder / "report.html", result)
@@ -183,7 +184,7 @@ def check_suite_tasks(
 def check_zero_shot_task(checkpoint: Path, task: SuiteTask) -> None:
     """Refuse a task that the checkpoint cannot do without fine-tuning, or that lacks a setting."""
     try:
-        check_evaluation(checkpoint, task.task, read_task_metadata(checkpoint), task.settings)
+        check_evaluation(checkpoint, task.task, read_task_file(checkpoint), task.settings)
         if "train" in task.settings:
             with quiet():
                 read_labelled(task.settings["train"], task.task, task.columns, "train")
@@ -235,7 +236,7 @@ def zero_shot_metric_names(checkpoint: Path, task: SuiteTask) -> tuple[str, ...]
 def open_suite_folder(folder: Path, settings: Mapping[str, Any], resume: bool, overwrite: bool) -> None:
     """Make the suite's folder, or resume one with the same settings."""
     if resume and (folder / SUITE_SETTINGS_FILE).is_file():
-        before = read_json(folder / SUITE_SETTINGS_FILE)
+        before = read_object(folder / SUITE_SETTINGS_FILE)
         if changed := [name for name in settings if before.get(name) != settings[name]]:
             name = changed[0]
             raise UserError(f"{folder} was started with {name}={before.get(name)}, not {settings[name]}: start over.")
@@ -261,7 +262,7 @@ def check_finished_tasks(folder: Path, tasks: Iterable[SuiteTask]) -> None:
     """Refuse to resume a suite with tasks that were scored on other files."""
     for task in tasks:
         done = folder / task.name / SUITE_TASK_RESULTS_FILE
-        if done.is_file() and read_json(done).get("files", task_inputs(task)) != task_inputs(task):
+        if done.is_file() and read_object(done).get("files", task_inputs(task)) != task_inputs(task):
             raise UserError(
                 f"{task.name} in {folder} was scored on other files or settings than it has now: start over."
             )
@@ -310,7 +311,7 @@ def choose_task_mode(checkpoint: Path, task: SuiteTask) -> str:
 def is_finetuned_on(checkpoint: Path, task: SuiteTask) -> bool:
     """Whether a checkpoint was fine-tuned on the suite's own train file."""
     recipe = checkpoint.absolute().parent / "recipe.yaml"
-    if read_task_metadata(checkpoint).get("task") != task.task:
+    if read_task_file(checkpoint).get("task") != task.task:
         return False
     if task.train is None:
         return True
@@ -331,7 +332,7 @@ def score_finetuned(
 ) -> dict[str, float]:
     """Scores of a fine-tuned checkpoint on a dev file, with SuperGLUE's extra metrics."""
     examples = read_labelled(file, task.task, task.columns, "dev", encoding)
-    outcome = evaluate_finetuned(checkpoint, task.task, read_task_metadata(checkpoint), examples)
+    outcome = evaluate_finetuned(checkpoint, task.task, read_task_file(checkpoint), examples)
     task_folder.mkdir(parents=True, exist_ok=True)
     write_predictions(task_folder / "predictions.jsonl", examples, outcome.predictions)
     return {**outcome.metrics, **superglue_extra_scores(task.name, examples, outcome.predictions)}

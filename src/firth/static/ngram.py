@@ -24,10 +24,11 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from safetensors import SafetensorError
 from safetensors.numpy import load_file, save_file
 
-from firth.core.errors import UserError
-from firth.core.files import read_json, write_json
+from firth.core.errors import UserError, reason
+from firth.core.files import read_json, read_object, write_json
 from firth.models.hf.config_io import NGRAM_MODEL_TYPE
 from firth.tokens import Tokenizer, Vocabulary, load_tokenizer
 
@@ -124,14 +125,29 @@ def is_ngram(folder: str | Path) -> bool:
     return isinstance(facts, dict) and facts.get("model_type") == NGRAM_MODEL_TYPE
 
 
+@dataclass(frozen=True)
+class NgramConfigFile:
+    """The keys of an n-gram model's config.json."""
+
+    allow_unknown_keys = True
+
+    order: int
+    vocab_size: int
+    back: float
+
+
 def load_ngram(folder: str | Path) -> NgramModel:
     folder = Path(folder)
-    facts, tensors = read_json(folder / "config.json"), load_file(folder / NGRAM_WEIGHTS_FILE)
-    levels = tuple(
-        NgramLevel(tensors[f"{n}.key"], tensors[f"{n}.share"], tensors[f"{n}.back"])
-        for n in range(1, facts["order"] + 1)
-    )
-    return NgramModel(levels, facts["vocab_size"], tensors["floor"], facts["back"], load_tokenizer(folder))
+    facts, file = read_object(folder / "config.json", NgramConfigFile), folder / NGRAM_WEIGHTS_FILE
+    try:
+        tensors = load_file(file)
+        levels = tuple(
+            NgramLevel(tensors[f"{n}.key"], tensors[f"{n}.share"], tensors[f"{n}.back"])
+            for n in range(1, facts["order"] + 1)
+        )
+        return NgramModel(levels, facts["vocab_size"], tensors["floor"], facts["back"], load_tokenizer(folder))
+    except (SafetensorError, OSError, KeyError) as e:
+        raise UserError(f"{file} does not hold the n-grams of config.json ({reason(e)}). Count them again.") from None
 
 
 def boundary_tokens(vocab: Vocabulary) -> tuple[int, int]:

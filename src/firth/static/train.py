@@ -21,7 +21,7 @@ from safetensors.numpy import load_file, save_file
 
 from firth.core.console import StatusLine, format_count, format_duration, format_time_left, say, warn
 from firth.core.errors import Interrupted, UserError
-from firth.core.files import atomic_folder, find_corruption, read_json, write_json
+from firth.core.files import atomic_folder, find_corruption, read_object, write_json
 from firth.core.serialization import to_dict
 from firth.models import write_model
 from firth.static.learners import (
@@ -49,6 +49,7 @@ from firth.train.checkpoint import (
     explain_disk_errors,
     last_checkpoint,
     list_checkpoints,
+    read_train_state,
     remove_folder,
     translate_disk_errors,
 )
@@ -74,7 +75,7 @@ def run_static_recipe(
     recipe = merge_static_recipe(folder, recipe, resume)
     if resume and (folder / "results.json").is_file() and find_corruption(folder / "final") is None:
         say(f"{folder} is finished already.")
-        return dict(read_json(folder / "results.json"))
+        return read_object(folder / "results.json")
     with explain_disk_errors(folder):
         if isinstance(recipe, NgramRecipe):
             results = train_ngram(folder, recipe)
@@ -192,7 +193,7 @@ def fit_word_vectors(trainer: WordVectorTrainer, folder: Path, resume: bool) -> 
     """Train all steps, with `resume` from the last valid checkpoint; return the last loss and tokens per second."""
     recipe, first = trainer.recipe, 0
     if resume and (checkpoint := last_checkpoint(folder)):
-        first = int(read_json(checkpoint / "training" / "state.json")["step"])
+        first = read_train_state(checkpoint).step
         saved = load_file(checkpoint / "training" / VECTOR_STATE_FILE)
         for name, array in trainer.state_arrays().items():
             array[:] = saved[name]

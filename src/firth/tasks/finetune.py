@@ -25,7 +25,7 @@ import torch
 
 from firth.core.console import format_count, quiet, run_series, say, warn
 from firth.core.errors import UserError, list_names, quote, shorten
-from firth.core.files import atomic_folder, find_corruption, read_json, write_json, write_results
+from firth.core.files import atomic_folder, find_corruption, read_object, write_json, write_results
 from firth.core.hashing import hash_uint64
 from firth.metrics import are_span_tags, find_stray_tags
 from firth.models import (
@@ -560,6 +560,15 @@ def check_example_checksums(recipe: FinetuneRecipe, data: FinetuneData, allow_ch
     return replace(recipe, train_checksum=train, dev_checksum=dev)
 
 
+@dataclass(frozen=True)
+class SeedResults:
+    """The key of a seed's results.json that is read again."""
+
+    allow_unknown_keys = True
+
+    scores: dict[str, float | None]
+
+
 def is_seed_finished(seed_folder: Path) -> bool:
     """Whether a seed has results and an intact model."""
     return (seed_folder / "results.json").is_file() and find_corruption(seed_folder / "final") is None
@@ -568,7 +577,7 @@ def is_seed_finished(seed_folder: Path) -> bool:
 def has_seed_diverged(seed_folder: Path) -> bool:
     """Whether a seed ended because its loss diverged."""
     results = seed_folder / "results.json"
-    return results.is_file() and DIVERGED_KEY in read_json(results)
+    return results.is_file() and DIVERGED_KEY in read_object(results)
 
 
 def clear_diverged_seeds(seed_folders: Iterable[Path]) -> None:
@@ -628,9 +637,9 @@ def train_seed(job: FinetuneJob, seed: int, resume: bool) -> dict[str, Any]:
     """Train one seed and return its results. A finished or diverged seed is not trained again on resume."""
     seed_folder = job.folder / f"seed-{seed}"
     if resume and has_seed_diverged(seed_folder):
-        return dict(read_json(seed_folder / "results.json"))
+        return read_object(seed_folder / "results.json")
     if resume and is_seed_finished(seed_folder):
-        results = dict(read_json(seed_folder / "results.json"))
+        results = read_object(seed_folder / "results.json", SeedResults)
         scores = {name: math.nan if score is None else score for name, score in results["scores"].items()}
         return results | {"scores": scores}
     seed_folder.mkdir(exist_ok=True)

@@ -5,9 +5,11 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, field, replace
 from datetime import date
-from typing import Literal
+from pathlib import Path
+from typing import Any, Literal
 
 from firth.core.errors import UserError, quote
+from firth.core.files import read_object
 from firth.models import ModelConfig, TaskHead, TokenClassificationHead
 from firth.models.config import (
     AuxiliaryLM,
@@ -22,6 +24,36 @@ from firth.models.config import (
 from firth.train.recipe import FreezeSchedule, TrainingConfig, recipe_field
 
 TASK_FILE = "task.json"  # of a fine-tuned checkpoint: its task and labels
+
+
+@dataclass(frozen=True)
+class TaskFile:
+    """The keys of task.json that rebuild a task; `tasks` where one model has several."""
+
+    allow_unknown_keys = True
+
+    task: str
+    answer: Literal["auto", "head", "text"] = "auto"
+    labels: tuple[str, ...] = ()
+    roles: tuple[str, ...] = ()
+    texts: int = 1
+    unanswerable: bool = False
+    threshold: float = 0.0
+    max_seq_length: int | None = None
+    max_target_length: int | None = None
+    prefix: str | None = None
+    num_beams: int | None = None
+    length_penalty: float | None = None
+    day: str | None = None
+    tasks: dict[str, TaskFile] = field(default_factory=dict)
+
+
+def read_task_file(checkpoint: Path) -> dict[str, Any]:
+    """Return task.json of a fine-tuned checkpoint; empty for any other."""
+    file = checkpoint / TASK_FILE
+    return read_object(file, TaskFile) if file.is_file() else {}
+
+
 SIDES = ("train", "dev")
 FINETUNE_TASKS = (
     *("classify", "pair", "relation", "word-in-context", "regress", "choice", "tag", "span-qa"),

@@ -19,7 +19,8 @@ import numpy as np
 
 from firth.core.console import format_count, say, warn
 from firth.core.errors import UserError, quote, shorten
-from firth.core.files import MANIFEST_FILE, atomic_folder, read_json, write_results, write_text
+from firth.core.files import MANIFEST_FILE, atomic_folder, read_object, read_utf8, write_results, write_text
+from firth.core.parse import parse_json
 from firth.metrics import (
     AdditiveScore,
     additive_entity_score,
@@ -276,7 +277,8 @@ def format_predictions(examples: Sequence[Example], predictions: Sequence[Predic
 
 def read_predictions(path: Path) -> list[dict[str, Any]]:
     r"""Read a file of `write_predictions`. Only \n ends a line: a text may hold U+2028, where `splitlines` cuts."""
-    return [json.loads(line) for line in path.read_text(encoding="utf-8").split("\n") if line]
+    lines = enumerate(read_utf8(path).split("\n"), 1)
+    return [parse_json(line, str(path), number) for number, line in lines if line]
 
 
 def disambiguate_ids(ids: Iterable[Any]) -> list[tuple[Any, int]]:
@@ -308,7 +310,7 @@ def load_seed_predictions(folder: Path, *fields: str) -> list[dict[tuple[Any, in
             keys = disambiguate_ids(line["id"] for line in lines)
             values = [line[next((name for name in names if name in line), names[-1])] for line in lines]
             predictions.append(dict(zip(keys, values, strict=True)))
-        except (json.JSONDecodeError, KeyError, TypeError):
+        except (KeyError, TypeError):
             raise UserError(f"{file} does not hold predictions of a run.") from None
     return predictions
 
@@ -348,7 +350,7 @@ def check_baseline(recipe: FinetuneRecipe, dev: Sequence[Example]) -> None:
     elif has_other_examples(Path(recipe.baseline), dev):
         warn(f"{recipe.baseline} has the same ids and answers as {recipe.dev}, but other texts or another order.")
     results_file = Path(recipe.baseline) / "results.json"
-    if results_file.is_file() and (baseline_task := read_json(results_file).get("task", recipe.task)) != recipe.task:
+    if results_file.is_file() and (baseline_task := read_object(results_file).get("task", recipe.task)) != recipe.task:
         raise UserError(f"{recipe.baseline} is a run of the task {baseline_task}, and this one is of {recipe.task}.")
 
 

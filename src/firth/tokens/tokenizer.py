@@ -18,7 +18,7 @@ from tokenizers import Tokenizer as Backend
 
 from firth.core.console import warn
 from firth.core.errors import UserError, quote, reason
-from firth.core.files import read_json, write_json, write_text
+from firth.core.files import read_object, read_utf8, write_json, write_text
 from firth.tokens.builders import (
     BERT_SPECIAL_TOKENS,
     CHAR_WORD_REGEX,
@@ -218,12 +218,44 @@ def read_vocabulary(backend: Backend, special_tokens: Mapping[str, str]) -> Voca
 # --- loading ------------------------------------------------------------------------------------------------------
 
 
+@dataclass(frozen=True)
+class SpecialTokenEntry:
+    """A special token with its options, as `transformers` writes it; only the text is read."""
+
+    allow_unknown_keys = True
+
+    content: str
+
+
+@dataclass(frozen=True)
+class TokenizerConfigFile:
+    """The keys of tokenizer_config.json and special_tokens_map.json that are read here."""
+
+    allow_unknown_keys = True
+
+    bos_token: str | SpecialTokenEntry | None = None
+    eos_token: str | SpecialTokenEntry | None = None
+    unk_token: str | SpecialTokenEntry | None = None
+    sep_token: str | SpecialTokenEntry | None = None
+    pad_token: str | SpecialTokenEntry | None = None
+    cls_token: str | SpecialTokenEntry | None = None
+    mask_token: str | SpecialTokenEntry | None = None
+    additional_special_tokens: tuple[str | SpecialTokenEntry, ...] | None = None
+    do_lower_case: bool | None = None
+    strip_accents: bool | None = None
+    tokenize_chinese_chars: bool | None = None
+    add_prefix_space: bool | None = None
+    backward: bool | None = None
+    max_word_length: int | None = None
+
+
 def load_tokenizer(folder: str | Path) -> Tokenizer:
     """Open a tokenizer folder: ours, or a published one of the Hugging Face kind."""
     folder = Path(folder)
-    config = read_json(folder / "tokenizer_config.json") if (folder / "tokenizer_config.json").is_file() else {}
+    file = folder / "tokenizer_config.json"
+    config = read_object(file, TokenizerConfigFile) if file.is_file() else {}
     if (folder / "chat_template.jinja").is_file():
-        config["chat_template"] = (folder / "chat_template.jinja").read_text(encoding="utf-8")
+        config["chat_template"] = read_utf8(folder / "chat_template.jinja")
     if (folder / "tokenizer.json").is_file():
         backend = read_tokenizer_json(folder / "tokenizer.json")
         return Tokenizer(backend, find_special_tokens(folder, config, backend), config)
@@ -259,7 +291,7 @@ def read_tokenizer_json(file: Path) -> Backend:
 
 def read_vocab_txt(file: Path, config: Mapping[str, Any]) -> Backend:
     """Read BERT's old format: one token per line."""
-    tokens = file.read_text(encoding="utf-8").split("\n")
+    tokens = read_utf8(file).split("\n")
     vocab = {token.rstrip("\r"): i for i, token in enumerate(tokens) if token}
     if "[UNK]" not in vocab:
         raise UserError(f"{file}: not a WordPiece vocabulary, it has no [UNK].")
@@ -295,7 +327,7 @@ def read_merges(folder: Path, config: Mapping[str, Any]) -> Backend:
 def find_special_tokens(folder: Path, config: Mapping[str, Any], backend: Backend) -> dict[str, str]:
     """Return role -> special token: from the folder's files, else those of a known family."""
     other = folder / "special_tokens_map.json"
-    named = {**(read_json(other) if other.is_file() else {}), **config}
+    named = {**(read_object(other, TokenizerConfigFile) if other.is_file() else {}), **config}
     roles = {}
     for role in SPECIAL_TOKEN_ROLES:
         token = named.get(f"{role}_token")

@@ -24,7 +24,7 @@ import os
 import re
 from collections.abc import Container, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -34,7 +34,8 @@ from safetensors.torch import load_file, save_file
 
 from firth.core.console import warn
 from firth.core.errors import UserError
-from firth.core.files import atomic_folder, find_corruption, read_json, remove_path, write_json
+from firth.core.files import atomic_folder, find_corruption, read_object, remove_path, write_json
+from firth.core.serialization import from_dict
 from firth.models import Model, load_weights, read_tensors, write_model
 from firth.models.hf.convert import unique_state_dict
 from firth.models.lora import has_lora
@@ -53,7 +54,9 @@ DISK_REFUSED_ERRNOS = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, err
 
 @dataclass
 class TrainState:
-    """Progress of a run."""
+    """Progress of a run; state.json has it, with the recipe."""
+
+    allow_unknown_keys = True
 
     step: int = 0  # optimizer steps done
     tokens: int = 0  # tokens read
@@ -129,8 +132,8 @@ def prune_checkpoints(run_dir: Path, state: TrainState, save_total_limit: int) -
 def read_best_step(checkpoint: Path) -> int:
     """Best step that a checkpoint records; 0 if none, or if it is damaged."""
     try:
-        return int(read_json(checkpoint / "training" / "state.json")["best_step"])
-    except (UserError, KeyError, TypeError):
+        return read_train_state(checkpoint).best_step
+    except UserError:
         return 0
 
 
@@ -195,8 +198,13 @@ def load_optimizer(folder: Path, model: Model, optimizer: torch.optim.Optimizer)
     ).items():  # a parameter without a gradient so far has no entry
         name, _, entry = key.rpartition("/")
         optimizer.state[parameters[name]][entry] = distribute_like(parameters[name], value)
-    state = read_json(folder / "training" / "state.json")
-    return TrainState(**{f.name: state[f.name] for f in fields(TrainState) if f.name in state})
+    return read_train_state(folder)
+
+
+def read_train_state(checkpoint: Path) -> TrainState:
+    """Return the progress of a run from the state.json of a checkpoint."""
+    file = checkpoint / "training" / "state.json"
+    return from_dict(read_object(file), TrainState, str(file))
 
 
 def load_recurrent_state(folder: Path, device: torch.device) -> dict[str, torch.Tensor]:

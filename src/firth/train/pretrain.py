@@ -21,7 +21,7 @@ import torch
 
 from firth.core.console import format_count, format_duration, say, warn
 from firth.core.errors import UserError
-from firth.core.files import atomic_folder, find_corruption, read_json, write_results
+from firth.core.files import atomic_folder, find_corruption, read_object, write_results
 from firth.core.serialization import from_dict, to_dict
 from firth.models import (
     Model,
@@ -152,7 +152,7 @@ def run_pretraining(
         )
         if dist_context.run_on_main(lambda: is_run_finished(folder, recipe)):
             say(f"{folder} is already finished.")
-            return dict(read_json(folder / "results.json"))
+            return read_object(folder / "results.json")
     check_even_split(recipe, dist_context.world_size)
     shards = open_recipe_shards(recipe)
     tokenizer, objective = shards.tokenizer, recipe.objective

@@ -18,14 +18,14 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TypeVar
 from zlib import crc32
 
 from firth.core.console import format_count, say
 from firth.core.errors import UserError
-from firth.core.files import MANIFEST_FILE, find_corruption, read_json
+from firth.core.files import MANIFEST_FILE, find_corruption, read_object
 from firth.tokens import MixedShards, ShardSet
 from firth.train.checkpoint import list_checkpoints, remove_folder
 from firth.train.log import RunLog, read_log
@@ -53,13 +53,22 @@ BATCH_SIZE_FIELDS = ("per_device_train_batch_size", "gradient_accumulation_steps
 PATH_FIELDS = ("output_dir", "data", "checkpoint", "teacher", "train", "dev", "baseline")
 
 
+@dataclass(frozen=True)
+class FinishedRun:
+    """The key of results.json that decides whether a run goes on."""
+
+    allow_unknown_keys = True
+
+    steps: int
+
+
 def is_run_finished(folder: Path, recipe: Recipe) -> bool:
     """Whether a run has reached its last step. A finished run with a higher `max_steps` continues."""
     results = folder / "results.json"
     return (
         results.is_file()
         and find_corruption(folder / "final") is None
-        and read_json(results)["steps"] >= recipe.max_steps
+        and read_object(results, FinishedRun)["steps"] >= recipe.max_steps
     )
 
 
@@ -120,7 +129,7 @@ def keep_global_batch_size(saved: ResumedRecipeT, requested: ResumedRecipeT, all
 def verify_same_shards(recipe: Recipe, shards: ShardSet | MixedShards, allow_change: bool) -> Recipe:
     """Record the shards' checksum in a new run's recipe; on resume verify the files and compare the checksum."""
     parts = shards.sources.values() if isinstance(shards, MixedShards) else [shards]
-    files = [read_json(part.folder / MANIFEST_FILE)["files"] for part in parts]
+    files = [read_object(part.folder / MANIFEST_FILE)["files"] for part in parts]
     checksum = f"{crc32(json.dumps(files, sort_keys=True).encode()):08x}"
     if recipe.shards_checksum:
         for part in parts:

@@ -148,8 +148,8 @@ def test_several_files_with_an_index(family: str, tmp_path: Path) -> None:
 
 def test_an_index_without_weight_map_raises(tmp_path: Path) -> None:
     written(tmp_path)
-    (tmp_path / (WEIGHTS_FILE + ".index.json")).write_text("[]")
-    with pytest.raises(UserError, match="weight_map"):
+    (tmp_path / (WEIGHTS_FILE + ".index.json")).write_text("{}")
+    with pytest.raises(UserError, match="'weight_map' is missing"):
         load_model(tmp_path)
 
 
@@ -546,7 +546,7 @@ def test_forced_eos_of_bart(tmp_path: Path) -> None:
     (tmp_path / "generation_config.json").write_text(json.dumps({"forced_eos_token_id": [9, 7]}))
     assert read_forced_tokens(tmp_path) == ForcedTokens(eos=7)
     (tmp_path / "generation_config.json").write_text(json.dumps({"forced_bos_token_id": "x"}))
-    with pytest.raises(UserError, match="forced_bos_token_id must be the id of a token"):
+    with pytest.raises(UserError, match=r"forced_bos_token_id: .* is not a whole number"):
         read_forced_tokens(tmp_path)
 
 
@@ -556,11 +556,11 @@ def test_invalid_eos_lists_raise(file: str, tmp_path: Path) -> None:
     size = model.config.vocab_size
     wrong = {
         "is \\[\\]": [],
-        "is 'x'": "x",
-        "is \\[2, 'x'\\]": [2, "x"],
-        "is \\[2, None\\]": [2, None],
-        "is \\[True\\]": [True],
-        "is 2.0": 2.0,
+        "'x' is not a whole number, and 'x' is not a list": "x",
+        "\\[2, 'x'\\] is not a whole number, and 'x' is not": [2, "x"],
+        "None is not a whole number": [2, None],
+        "True is not a whole number": [True],
+        "2.0 is not a whole number": 2.0,
         f"the id {size},.* only {size} tokens": [2, size],
         "the id -1": [-1],
     }
@@ -568,7 +568,7 @@ def test_invalid_eos_lists_raise(file: str, tmp_path: Path) -> None:
     facts = json.loads((tmp_path / "config.json").read_text())
     for says, value in wrong.items():
         (tmp_path / file).write_text(json.dumps(facts | {"eos_token_id": value}))
-        with pytest.raises(UserError, match=f"{tmp_path / file}: eos_token_id .*{says}"):
+        with pytest.raises(UserError, match=f"{tmp_path / file}: eos_token_id.* {says}"):
             load_model(tmp_path)
     (tmp_path / file).write_text(json.dumps(facts | {"eos_token_id": [size - 1, 2]}))
     assert load_model(tmp_path).eos_token_ids == (size - 1, 2)
@@ -576,7 +576,7 @@ def test_invalid_eos_lists_raise(file: str, tmp_path: Path) -> None:
         (tmp_path / file).write_text(json.dumps(facts | {"eos_token_id": single}))
         assert load_model(tmp_path).eos_token_ids is None
     (tmp_path / "generation_config.json").write_text("[]")
-    with pytest.raises(UserError, match=r"generation_config.json must hold settings by name"):
+    with pytest.raises(UserError, match=r"generation_config.json: must be an object"):
         load_model(tmp_path)
 
 

@@ -6,7 +6,7 @@ not at all, and no pickle is read or written.
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -15,8 +15,8 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from firth.core.console import warn
-from firth.core.errors import UserError, quote
-from firth.core.files import atomic_folder, check_output_folder, read_json, write_json
+from firth.core.errors import UserError
+from firth.core.files import atomic_folder, check_output_folder, read_json, read_object, write_json
 from firth.models.config import Extra, Head, LMHead, ModelConfig, TaskHead
 from firth.models.hf.config_io import OBJECTIVE_KEY, read_config, special_token_ids, to_hf_config
 from firth.models.hf.convert import from_hf_tensors, to_hf_tensors, unexpected_tensors, unique_state_dict
@@ -29,6 +29,17 @@ from firth.tokens.template import with_template
 GENERATION_CONFIG_FILE = "generation_config.json"
 EOS_TOKEN_KEY = "eos_token_id"
 FORCED_TOKEN_KEYS = {"bos": "forced_bos_token_id", "eos": "forced_eos_token_id"}
+
+
+@dataclass(frozen=True)
+class GenerationConfigFile:
+    """The keys of generation_config.json, or of config.json in older folders, that are read here."""
+
+    allow_unknown_keys = True
+
+    eos_token_id: int | tuple[int, ...] | None = None
+    forced_bos_token_id: int | tuple[int, ...] | None = None
+    forced_eos_token_id: int | tuple[int, ...] | None = None
 
 
 def load_model(folder: str | Path, head: Head | None = None, extras: tuple[Extra, ...] = ()) -> Model:
@@ -96,10 +107,7 @@ def read_generation_settings(folder: Path) -> tuple[Path, dict[str, Any]]:
     """Return the file with a checkpoint's generation settings, where `transformers` looks for it, and its contents."""
     path = folder / GENERATION_CONFIG_FILE
     path = path if path.is_file() else folder / "config.json"
-    settings = read_json(path)
-    if not isinstance(settings, dict):
-        raise UserError(f"{path} must hold settings by name.")
-    return path, settings
+    return path, read_object(path, GenerationConfigFile)
 
 
 def read_eos_token_ids(folder: Path, config: ModelConfig) -> tuple[int, ...] | None:
@@ -108,10 +116,8 @@ def read_eos_token_ids(folder: Path, config: ModelConfig) -> tuple[int, ...] | N
     token_ids = settings.get(EOS_TOKEN_KEY)
     if token_ids is None or type(token_ids) is int:
         return None
-    if not isinstance(token_ids, list) or not token_ids or not all(type(token) is int for token in token_ids):
-        raise UserError(
-            f"{path}: {EOS_TOKEN_KEY} is {quote(token_ids)}, and must be the id of a token or a list of such ids."
-        )
+    if not token_ids:
+        raise UserError(f"{path}: {EOS_TOKEN_KEY} is [], and must be the id of a token or a list of such ids.")
     if wrong := [token for token in token_ids if not 0 <= token < config.vocab_size]:
         size = f"{config.vocab_size:,}"
         raise UserError(
@@ -134,13 +140,9 @@ def load_generation_tokens(model: Model, folder: Path) -> None:
 
 def read_forced_tokens(folder: Path) -> ForcedTokens:
     """Return the forced first and last token of generated texts."""
-    path, settings = read_generation_settings(folder)
+    _, settings = read_generation_settings(folder)
     values = {name: settings.get(key) for name, key in FORCED_TOKEN_KEYS.items()}
     token_ids = {name: min(value, default=None) if isinstance(value, list) else value for name, value in values.items()}
-    if wrong := [
-        FORCED_TOKEN_KEYS[name] for name, token in token_ids.items() if not (token is None or type(token) is int)
-    ]:
-        raise UserError(f"{path}: {wrong[0]} must be the id of a token.")
     return ForcedTokens(**token_ids)
 
 

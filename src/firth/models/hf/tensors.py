@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from safetensors import SafetensorError, safe_open
 
-from firth.core.errors import UserError, reason
-from firth.core.files import read_json
+from firth.core.errors import UserError, quote, reason
+from firth.core.files import read_object
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -16,14 +17,25 @@ if TYPE_CHECKING:
 WEIGHTS_FILE = "model.safetensors"
 
 
+@dataclass(frozen=True)
+class WeightIndexFile:
+    """The key of model.safetensors.index.json that is read: the file of each tensor."""
+
+    allow_unknown_keys = True
+
+    weight_map: dict[str, str]
+
+
 def _weight_files(folder: Path) -> list[str]:
     index = folder / (WEIGHTS_FILE + ".index.json")
     if not index.is_file():
         return [WEIGHTS_FILE]
-    contents = read_json(index)
-    if not isinstance(contents, dict) or not isinstance(contents.get("weight_map"), dict) or not contents["weight_map"]:
-        raise UserError(f"{index} has no weight_map: not an index of weights.")
-    return sorted({str(name) for name in contents["weight_map"].values()})
+    names = sorted({*read_object(index, WeightIndexFile)["weight_map"].values()})
+    if not names:
+        raise UserError(f"{index}: weight_map is empty: not an index of weights.")
+    if outside := next((name for name in names if Path(name).name != name), None):
+        raise UserError(f"{index}: weight_map names {quote(outside)}, and must name files of this folder.")
+    return names
 
 
 def find_weight_files(folder: Path) -> list[str]:
