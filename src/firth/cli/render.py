@@ -202,7 +202,7 @@ def print_seeds(result: Mapping[str, Any], dev: str, output_dir: str) -> None:
 
     names, rows = seed_table(result)
     show_table(f"{result['task']} on {dev}", names, format_score_rows(names, rows))
-    say(f"The model is {output_dir}/final, the report {result['report']}.")
+    say(f"The model is {output_dir}/final, the report {result['report']}; next: firth predict {output_dir}/final ...")
 
 
 def format_score_rows(names: Sequence[str], rows: Iterable[Sequence[Any]]) -> list[list[str]]:

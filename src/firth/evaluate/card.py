@@ -19,6 +19,7 @@ from firth.core.serialization import to_dict
 from firth.evaluate.export import encoder_without_generator, hf_auto_class
 from firth.metrics import mean_and_std
 from firth.models import FIRTH_MODEL_TYPE, LMHead, ModelConfig, count_parameters, hf_model_type, read_config
+from firth.models.config import TaskHead
 from firth.objectives import Mixture, Objective
 from firth.tasks import FinetuneRecipe
 from firth.tasks.recipe import read_task_file
@@ -298,7 +299,9 @@ def scores_section(scores: Sequence[CardScores]) -> str:
 
 
 def loading_section(config: ModelConfig, tokenizer: Tokenizer) -> str:
-    blocks = ["import firth\n\nmodel = firth.load(FOLDER)"]
+    asked = isinstance(config.head, TaskHead)
+    use = "predictions = firth.predict(FOLDER, inputs)" if asked else "model = firth.load(FOLDER)"
+    blocks = [f"import firth\n\n{use}"]
     if hf_model_type(config, tokenizer.vocab) != FIRTH_MODEL_TYPE:
         kind = hf_auto_class(config)
         blocks.append(

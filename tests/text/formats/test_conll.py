@@ -64,6 +64,8 @@ def test_words_without_tags_are_a_test_set(tmp_path: Path) -> None:
 def test_mistakes_name_the_line(tmp_path: Path) -> None:
     path = write(tmp_path / "a.txt", "EU B-ORG\n\nrejects\n")
     assert refusal(path) == f"{path}:3: 1 column, but line 1 has 2."
+    with pytest.raises(UserError, match="read as CoNLL; for raw sentences use `firth predict`"):
+        read_labelled(path, "tag", require_labels=False)
     path = write(tmp_path / "b.txt", "EU\tO\n\tO\n")
     assert refusal(path).startswith(f"{path}:2: no word in column 1.")
     assert refusal(path, columns={"tags": "5"}) == f"{path}:1: no column 5, there are 2."

@@ -45,7 +45,9 @@ def read_conll_records(
             width, first = len(cells), number
             check_conll_columns(width, token_column, tag_column, require_labels, f"{path}:{number}")
         elif len(cells) != width:
-            raise UserError(f"{path}:{number}: {format_count(len(cells), 'column')}, but line {first} has {width}.")
+            hint = "" if require_labels else " It was read as CoNLL; for raw sentences use `firth predict`."
+            columns_found = format_count(len(cells), "column")
+            raise UserError(f"{path}:{number}: {columns_found}, but line {first} has {width}.{hint}")
         word = cells[token_column - 1]
         if not word.strip():
             raise UserError(f"{path}:{number}: no word in column {token_column}. Fill it in, or delete the line.")
