@@ -7,11 +7,10 @@ from html.parser import HTMLParser
 from pathlib import Path
 
 import pytest
-from matplotlib.container import ErrorbarContainer
 from matplotlib.figure import Figure
 
 from firth.core.html import INK_SENTINEL_COLOUR, MAX_PLOT_POINTS, ClozeSample, HtmlPage, plot_loss_curve
-from firth.lab.report import TransferPoint, transfer_plot
+from firth.lab.report import ArmScore, plot_arms
 
 EVIL = "<script>alert(\"x\")</script> & 'y'"
 TRAIN = [(1, 9.0), (2, 7.0), (3, 6.0)]
@@ -57,10 +56,7 @@ def full_page(words: str) -> HtmlPage:
     page.add_paragraph(words)
     page.add_table([words, "n"], [[words, 1]], words)
     page.add_figure(plot_loss_curve({words: TRAIN}, {words: EVALS}, 6.5), words)
-    page.add_figure(
-        transfer_plot([TransferPoint(words, "pretrained", 8, 0.5, 0.1), TransferPoint("b", "pretrained", 8, 0.5, 0.1)]),
-        words,
-    )
+    page.add_figure(plot_arms([ArmScore(words, words, 8, [0.5]), ArmScore("b", words, 8, [0.5])]), words)
     page.add_cloze_samples([ClozeSample(words, words, words, [(words, 0.5)])], words)
     page.add_code(words, words)
     return page
@@ -195,32 +191,33 @@ def test_a_long_run_is_thinned_by_means() -> None:
 def test_nothing_to_plot_is_an_empty_plot() -> None:
     page = HtmlPage("empty")
     page.add_figure(plot_loss_curve([], []))
-    page.add_figure(transfer_plot([]))
+    page.add_figure(plot_arms([]))
     assert page.to_html().count("<svg") == 2
 
 
-def test_transfer_plot_has_a_line_for_each_beginning() -> None:
+def test_arms_are_bars_with_a_dot_for_each_seed() -> None:
     rows = [
-        TransferPoint("tiny", "pretrained", 512, 0.9, 0.01),
-        TransferPoint("tiny", "pretrained", 32, 0.7, 0.05),
-        TransferPoint("tiny", "from scratch", 32, 0.5, 0.1),
-        TransferPoint("tiny", "from scratch", 512, 0.6, 0.02),
+        ArmScore("tiny", start, labels, [mean - 2, mean, mean + 2])
+        for labels, means in ((64, (16.0, 28.0, 44.0)), (256, (20.0, 40.0, 60.0)))
+        for start, mean in zip(("from scratch", "counted embeddings", "pretrained"), means, strict=True)
     ]
-    (axes,) = transfer_plot(rows).axes
-    bars = [c for c in axes.containers if isinstance(c, ErrorbarContainer)]
-    assert [bar.get_label() for bar in bars] == ["pretrained", "from scratch"]
-    points = [bar.lines[0].get_xydata().tolist() for bar in bars]  # type: ignore[union-attr]
-    assert points == [[[32, 0.7], [512, 0.9]], [[32, 0.5], [512, 0.6]]]
-    (deviations,) = bars[0].lines[2]
-    assert [[round(y, 6) for _, y in segment] for segment in deviations.get_segments()] == [[0.65, 0.75], [0.89, 0.91]]
-    assert axes.get_xscale() == "log"
-    assert [tick.get_text() for tick in axes.get_xticklabels()] == ["32", "512"]
+    (axes,) = plot_arms(rows[:3], chance=11.2).axes
+    assert [bar.get_height() for bar in axes.patches] == [16.0, 28.0, 44.0]  # type: ignore[attr-defined]
+    assert [dots.get_offsets()[:, 1].tolist() for dots in axes.collections] == [  # type: ignore[index]
+        [14.0, 16.0, 18.0],
+        [26.0, 28.0, 30.0],
+        [42.0, 44.0, 46.0],
+    ]
+    assert [text.get_text() for text in axes.texts] == ["16.0", "28.0", "44.0"]
+    assert [tick.get_text() for tick in axes.get_xticklabels()] == ["from scratch", "counted embeddings", "pretrained"]
+    assert axes.get_xlabel() == "64 labels"
+    assert axes.get_legend_handles_labels()[1] == ["guessing: 11.2"]
+    (axes,) = plot_arms(rows).axes
+    assert [tick.get_text() for tick in axes.get_xticklabels()] == ["64 labels", "256 labels"]
+    centres = [bar.get_x() + bar.get_width() / 2 for bar in axes.patches]  # type: ignore[attr-defined]
+    assert [round(x) for x in centres] == [0, 1, 0, 1, 0, 1], "by start, then by the number of labels"
 
 
-def test_transfer_plot_names_several_models() -> None:
-    rows = [
-        TransferPoint(model, start, 32, 0.5, 0.1) for model in ("a", "b") for start in ("pretrained", "from scratch")
-    ]
-    (axes,) = transfer_plot(rows).axes
-    labels = axes.get_legend_handles_labels()[1]
-    assert labels == ["a, pretrained", "a, from scratch", "b, pretrained", "b, from scratch"]
+def test_groups_of_bars_name_several_models() -> None:
+    (axes,) = plot_arms([ArmScore(model, "pretrained", 32, [0.5]) for model in ("a", "b")]).axes
+    assert [tick.get_text() for tick in axes.get_xticklabels()] == ["a\n32 labels", "b\n32 labels"]

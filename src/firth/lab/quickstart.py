@@ -42,7 +42,7 @@ from firth.core.html import ClozeSample, HtmlPage, plot_loss_curve
 from firth.core.serialization import from_dict, to_dict
 from firth.evaluate.report import loss_series
 from firth.generate import fill, generate
-from firth.lab.report import TransferPoint, transfer_plot
+from firth.lab.report import ArmScore, plot_arms
 from firth.models import (
     Model,
     ModelConfig,
@@ -400,7 +400,8 @@ class ArchitectureRun:
         return {
             "model": self.architecture,
             "labels": num_labels,
-            **{arm: {"mean": score["mean"], "std": score["std"]} for arm, score in scores.items()},
+            **{arm: {name: score[name] for name in ("mean", "std", "seeds")} for arm, score in scores.items()},
+            "chance": scores["scratch"]["chance"],
             "gain": means["pretrained"] - means["scratch"],
             "gain_from_counting": means["counted"] - means["scratch"],
             "gain_from_pretraining": means["pretrained"] - means["counted"],
@@ -508,12 +509,17 @@ def write_quickstart_report(path: Path, runs: dict[str, dict[str, Any]], columns
     )
     for row in rows:
         page.add_paragraph(describe_gain(row))
-    points = [
-        TransferPoint(row["model"], name, row["labels"], 100 * row[arm]["mean"], 100 * row[arm]["std"])
+    bars = [
+        ArmScore(row["model"], name, row["labels"], [100 * score for score in row[arm]["seeds"]])
         for row in rows
         for arm, name in ARMS.items()
     ]
-    page.add_figure(transfer_plot(points), "Accuracy in % by the number of labels, for each start of the weights.")
+    page.add_figure(
+        plot_arms(bars, 100 * rows[0]["chance"]),
+        f"Bars: mean accuracy in %, by the weights at the start. Dots: the {QUICKSTART_SEEDS} seeds; each draws other "
+        "labels. Where the dots of two bars mix, their difference may be chance. The dashed line always guesses the "
+        "most frequent package.",
+    )
     for name, run in runs.items():
         add_pretraining_section(page, name, run)
     page.save(path)
