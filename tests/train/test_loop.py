@@ -12,12 +12,14 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
 from firth.core.errors import UserError
+from firth.core.files import find_corruption
 from firth.models import (
     MOBILEBERT_DISTILLATION,
     KnowledgeTransfer,
@@ -513,6 +515,57 @@ def test_a_signal_is_obeyed_during_a_long_step(
     monkeypatch.undo()
     pretrain(recipe, resume=True)
     assert weights(recipe.output_dir) == weights(tmp_path / "straight")
+
+
+@pytest.mark.parametrize(("rank", "hangs_at"), [(0, 3), (1, 0)])
+def test_a_signal_is_obeyed_during_a_long_step_of_several_processes(
+    rank: int,
+    hangs_at: int,
+    recipe_of: Recipes,
+    shards_of: Make,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Rank 0 of DDP saves without the others, which compute or wait in a collective."""
+    loop = importlib.import_module("firth.train.loop")
+    assert loop.STOP_GRACE_SECONDS + loop.PEER_GRACE_SECONDS < 5
+    monkeypatch.setattr(loop, "STOP_GRACE_SECONDS", 0.1)
+    monkeypatch.setattr(loop, "PEER_GRACE_SECONDS", 0.1)
+    recipe = recipe_of("gpt2", max_steps=6, save_steps=100, eval_steps=100, warmup_steps=0)
+    shards, folder, stuck = shards_of("gpt2"), tmp_path / "run", tmp_path / "stuck"
+    folder.mkdir()
+
+    class Several(DistContext):
+        world_size = 2
+
+        def broadcast(self, value: Any) -> Any:
+            if stuck.exists():
+                time.sleep(60)  # the others do not come
+            return value
+
+    def hang(step: int) -> None:
+        if step == hangs_at:
+            stuck.touch()
+            time.sleep(60)
+
+    child = os.fork()
+    if not child:
+        several = Several()
+        several.rank, several.strategy = rank, "ddp"
+        model = build_pretrain_model(recipe, shards.tokenizer)
+        run = TrainingRun(recipe, replace(CPU, dist_context=several), model, batches_of(recipe, shards), folder=folder)
+        run.before_step = hang
+        fit(run)
+        os._exit(0)
+    while not stuck.exists():
+        time.sleep(0.01)
+    os.kill(child, signal.SIGTERM)
+    began = time.monotonic()
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 128 + signal.SIGTERM
+    assert time.monotonic() - began < 8
+    checkpoints = [p.name for p in folder.glob("checkpoint-*")]
+    assert checkpoints == ([] if rank else ["checkpoint-3"])
+    assert all(find_corruption(folder / name) is None for name in checkpoints)
 
 
 def test_a_signal_during_the_collective_is_not_lost(recipe_of: Recipes, shards_of: Make, tmp_path: Path) -> None:

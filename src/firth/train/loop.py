@@ -63,6 +63,7 @@ from firth.train.step import RecurrentStateDict, TrainingRun, build_step_runner,
 from firth.train.writer import CheckpointWriter
 
 STOP_GRACE_SECONDS = 3.0  # from a signal to the end of the process, where a step takes longer
+PEER_GRACE_SECONDS = 1.0  # more for ranks other than 0, whose end would disturb rank 0
 SPEED_WARMUP_STEPS = 3  # steps left out of the speed: they compile and warm caches
 
 
@@ -137,34 +138,42 @@ def fit(run: TrainingRun, resume: bool = False) -> FitResult:
                 )
                 raise Diverged(dist_context.broadcast(message), record.step)
 
-    def save() -> None:
+    def save(own: DistContext = dist_context) -> None:
+        """Save a checkpoint. With `own=SINGLE_PROCESS` no other process takes part."""
         log_pending()
         state.halvings = run.halvings
-        if run.folder and dist_context.broadcast(log.flush()):  # a checkpoint is never ahead of the log
-            rows, averages = dist_context.gather_rows(recurrent_state), ema.averages if ema else {}
+        if run.folder and own.broadcast(log.flush()):  # a checkpoint is never ahead of the log
+            rows, averages = own.gather_rows(recurrent_state), ema.averages if ema else {}
             writer.save(
                 collect_payload(model, optimizer, rows, averages, guard.state_dict()), state, before_write=log.fsync
             )
 
-    def save_and_exit(signal_number: int, is_evaluating: bool) -> None:
-        """End the process during a long step, from another thread; called while weights and optimizer do not change.
+    def save_before_exit(is_evaluating: bool) -> bool:
+        """Save during a long step, from another thread, while weights and optimizer do not change; whether to exit now.
 
-        A checkpoint before an unfinished evaluation would lose it, so none is written then.
+        A checkpoint before an unfinished evaluation would lose it, so none is written then. Other processes cannot take
+        part: they compute, or wait in a collective. Rank 0 saves alone with DDP, unless the ranks carry state of their
+        rows. Where a save needs all ranks, the run stops after the step, if there are steps to save.
         """
+        saves_alone = dist_context.world_size == 1 or (dist_context.strategy == "ddp" and not recurrent_state)
+        if state.step and not saves_alone:
+            return False
         line.close()
-        if state.step and not is_evaluating:
+        if state.step and not is_evaluating and dist_context.is_main_process:
             with torch.no_grad():
-                save()
-        writer.wait()
+                save(SINGLE_PROCESS)
+        if saves_alone:
+            writer.wait()
         say(
             f"stopped during step {state.step + 1} of {training.max_steps}, last checkpoint: "
             f"{writer.last_saved or 'none'}; resume with the same command and --resume."
         )
+        return True
 
-    alone = dist_context.world_size == 1
+    grace = STOP_GRACE_SECONDS + (0.0 if dist_context.is_main_process else PEER_GRACE_SECONDS)
     with (
         make_log(run, state.step) as log,
-        handle_stop_signals(alone, save_and_exit if alone else None) as stop,
+        handle_stop_signals(dist_context.world_size == 1, save_before_exit, grace) as stop,
         writer,
     ):
         run.computing = stop.computing
@@ -440,7 +449,7 @@ class StopRequest(threading.Event):
 
     Python runs a signal handler between two bytecodes of the main thread. The backward pass of a large model is one
     call, of a minute or more, so a flag that is read after the step comes too late. A thread therefore waits for the
-    signal (`signal.set_wakeup_fd`). After `STOP_GRACE_SECONDS` it ends the process itself, but only while the loop
+    signal (`signal.set_wakeup_fd`). After `grace_seconds` it ends the process itself, but only while the loop
     computes gradients or evaluates: then weights and optimizer are those of the last whole step. `state_lock` says so:
     the loop holds it at all other times.
     """
@@ -461,34 +470,38 @@ class StopRequest(threading.Event):
         finally:
             self.state_lock.acquire()
 
-    def watch(self, fd: int, save_and_exit: Callable[[int, bool], None]) -> None:
+    def watch(self, fd: int, save_before_exit: Callable[[bool], bool], grace_seconds: float) -> None:
         """Wait for a signal; end the process if the loop has not ended soon after it."""
         with open(fd, "rb", buffering=0) as pipe:
             numbers = iter(lambda: pipe.read(1), b"")  # until it is closed, when the loop has ended
             number = next((n[0] for n in numbers if n[0] in (signal.SIGINT, signal.SIGTERM)), 0)
-        if not number or self.left.wait(STOP_GRACE_SECONDS):
+        if not number or self.left.wait(grace_seconds):
             return
         with self.state_lock:
             if self.left.is_set():
                 return
+            exits = True
             try:
-                save_and_exit(number, self.is_evaluating)
+                exits = save_before_exit(self.is_evaluating)
             except Exception as e:
                 warn(f"no checkpoint could be written ({e}).")
             finally:
-                sys.stdout.flush()
-                sys.stderr.flush()
-                os._exit(128 + number)
+                if exits:
+                    sys.stdout.flush()
+                    sys.stderr.flush()
+                    os._exit(128 + number)
 
 
 @contextmanager
 def handle_stop_signals(
-    announce: bool = True, save_and_exit: Callable[[int, bool], None] | None = None
+    announce: bool = True,
+    save_before_exit: Callable[[bool], bool] | None = None,
+    grace_seconds: float = STOP_GRACE_SECONDS,
 ) -> Iterator[StopRequest]:
     """Let Ctrl-C or SIGTERM request a stop after the current step; a second Ctrl-C stops at once.
 
-    An `Interrupted` raised inside gets the signal's exit code, 128 + signal number. `save_and_exit` is called, in
-    another thread, for a step that takes longer than `STOP_GRACE_SECONDS`.
+    An `Interrupted` raised inside gets the signal's exit code, 128 + signal number. `save_before_exit` is called,
+    in another thread, for a step that takes longer than `grace_seconds`.
     """
     stop = StopRequest()
 
@@ -510,8 +523,8 @@ def handle_stop_signals(
         read_fd, write_fd = os.pipe()
         os.set_blocking(write_fd, False)
         previous_fd = signal.set_wakeup_fd(write_fd, warn_on_full_buffer=False)
-        if save_and_exit is not None:
-            threading.Thread(target=stop.watch, args=(read_fd, save_and_exit), daemon=True).start()
+        if save_before_exit is not None:
+            threading.Thread(target=stop.watch, args=(read_fd, save_before_exit, grace_seconds), daemon=True).start()
         try:
             yield stop
         except Interrupted as e:
@@ -521,7 +534,7 @@ def handle_stop_signals(
             stop.left.set()
             signal.set_wakeup_fd(previous_fd)
             os.close(write_fd)  # ends the thread, which closes the other end
-            if save_and_exit is None:
+            if save_before_exit is None:
                 os.close(read_fd)
             for number, handler in previous_handlers.items():
                 signal.signal(number, handler)
