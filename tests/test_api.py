@@ -496,3 +496,25 @@ def test_a_model_that_goes_on_reads_other_rows_first(home: Path, tmp_path: Path)
     assert len(set(data[:3])) == 3
     assert data[3] == data[0]
     firth.pretrain(runs[0] / "final", home / "shards", tmp_path / "again", resume=True, **SIZES)
+
+
+def test_a_run_chooses_its_batch_and_keeps_it(home: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """4,096 tokens in a run of few steps on a CPU; rows that are given stay as they are, and so does their rate."""
+    run: dict[str, Any] = {"overrides": TINY, "max_steps": 1, "max_seq_length": 32, "device": "cpu"}
+    firth.pretrain("bert-tiny", home / "shards", tmp_path / "run", **run)
+    recipe, given = (load_recipe(folder / "recipe.yaml", Recipe) for folder in (tmp_path / "run", home / "run"))
+    assert (recipe.global_batch_tokens, recipe.global_batch_size, recipe.gradient_accumulation_steps) == (4096, 128, 1)
+    assert (given.global_batch_tokens, given.per_device_train_batch_size) == (0, 4)
+    assert recipe.learning_rate == given.learning_rate, "tuned with this batch"
+    said = capsys.readouterr().err
+    assert "global batch: 4,096 tokens, 128 rows of 32 (small, as a short run" in said
+    assert "a step computes 1 micro-batch of 128 rows: about" in said
+    firth.pretrain("bert-tiny", home / "shards", tmp_path / "run", resume=True, **run)
+    assert "already finished" in capsys.readouterr().err
+
+    run |= {"per_device_train_batch_size": "auto", "global_batch_tokens": 64}
+    firth.pretrain("bert-tiny", home / "shards", tmp_path / "small", **run)
+    small = load_recipe(tmp_path / "small" / "recipe.yaml", Recipe)
+    assert (small.global_batch_size, small.learning_rate) == (2, recipe.learning_rate / 2)
+    dry = firth.pretrain("bert-tiny", home / "shards", tmp_path / "none", dry_run=True, **run)
+    assert (dry["tokens_per_step"], dry["rows_per_step"], dry["learning_rate"]) == (64, 2, small.learning_rate)

@@ -595,6 +595,71 @@ def test_a_real_run_is_timed(prepared_text: Path, capsys: pytest.CaptureFixture[
     assert facts["seconds"]["resume"] > facts["seconds"]["python"] / 2
 
 
+RUN = """
+import json, pathlib, sys, time
+words = sys.argv[1:]
+run = pathlib.Path(words[words.index("--output-dir") + 1])
+run.mkdir()
+(run / "recipe.yaml").write_text(pathlib.Path(words[-1]).read_text())
+with open(run / "log.jsonl", "w") as log:
+    for step in range(1, 10**6):
+        print(json.dumps({"step": step, "tokens": 100 * step}), file=log, flush=True)
+        time.sleep(0.005)
+"""
+
+
+def test_a_default_run_beside_the_step_alone(
+    bench: Any, prepared_text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """With processes that write the log of a run, and that answer as the step alone does."""
+    from firth.recipes import pretraining_recipe
+    from firth.train import save_recipe
+
+    script("train_speed")  # which it imports
+    default_run = script("default_run")
+    save_recipe(pretraining_recipe(bert(1, 16, 2, 200), per_device_train_batch_size=4), tmp_path / "recipe.yaml")
+    plain, started = default_run.start_process, []
+
+    def fake(words: list[Any], folder: Path) -> Any:
+        started.append(list(map(str, words)))
+        if "--reference" in words:
+            answer = f"open({str(words[-1])!r}, 'w'); n = input(); print([1000.0, 3000.0, 2000.0])"
+            return plain(["-c", answer], folder)
+        return plain(["-c", RUN, *words, tmp_path / "recipe.yaml"], folder)
+
+    monkeypatch.setattr(default_run, "start_process", fake)
+    monkeypatch.setattr(default_run, "SETTLE_SECONDS", 0.05)
+    words = ["--models", "bert-tiny", "bert-mini", "--shards", str(prepared_text), "--seconds", "0.2"]
+    default_run.main([*words, "--same-shape", "--json"])
+    facts = json.loads(capsys.readouterr().out.splitlines()[-1])
+    assert [r["model"] for r in facts["models"]] == ["bert-tiny", "bert-mini"]
+    for r in facts["models"]:
+        assert 100 < r["tokens_per_second"] <= 20_000
+        assert r["train_speed_tokens_per_second"] == 2000
+        assert r["ratio"] == r["tokens_per_second"] / 2000
+        assert (r["rows"], r["train_speed_rows"]) == (4, 4)
+    assert all(words[:3] == ["-m", "firth", "pretrain"] for words in started[:2])
+    options = {word for words in started[:2] for word in words if word.startswith("--")}
+    assert options == {"--data", "--output-dir", "--max-steps"}, "the run chooses the rest"
+
+
+def test_the_step_alone_is_timed(
+    bench: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    import io
+
+    script("train_speed")
+    default_run = script("default_run")
+    monkeypatch.setitem(default_run.WORKLOADS, "toy", default_run.Workload(bert(1, 16, 2, 200), MLM(), 2, 32))
+    monkeypatch.setattr(default_run, "choose_compute", lambda settings: CPU)
+    monkeypatch.setattr(sys, "stdin", io.StringIO("2\n"))
+    default_run.main(["--reference", "toy", "--ready", str(tmp_path / "ready")])
+    turns = json.loads(capsys.readouterr().out.splitlines()[-1])
+    assert (tmp_path / "ready").exists()
+    assert len(turns) == 2
+    assert min(turns) > 0
+
+
 # --- by length
 
 

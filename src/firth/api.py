@@ -43,11 +43,13 @@ from firth.models import (
 )
 from firth.objectives import OBJECTIVES
 from firth.recipes import (
+    choose_batch,
     continued_defaults,
     default_objective,
     default_vocab_size,
     finetuning_defaults,
     pretraining_recipe,
+    scale_rate_to_batch,
     tokenizer_kind,
     update_recipe,
 )
@@ -660,6 +662,8 @@ class PretrainPlan:
     recipe: Recipe
     keeps_vocab_size: bool  # of the model; otherwise it gets that of the tokenizer
     data_source: DataSource
+    chooses_batch: bool  # from the text, in a new run that names no batch
+    chooses_rate: bool  # follows a batch that is chosen or set in tokens
 
     @property
     def inputs(self) -> list[str | Path]:
@@ -687,7 +691,7 @@ class PretrainPlan:
             num_tokens, default = data["estimated_tokens"], default_vocab_size(source.corpus.total_bytes)
             vocab = source.tokenizer.vocab.size if source.tokenizer else source.new_tokenizer_args[1] or default
         config = recipe.model if self.keeps_vocab_size else replace(recipe.model, vocab_size=vocab)
-        return describe_pretraining(recipe, config, data, num_tokens)
+        return describe_pretraining(self.choose_batch(replace(recipe, model=config), num_tokens), data, num_tokens)
 
     def resolve_recipe(self, shards: Mapping[str, str]) -> Recipe:
         """The recipe with the fields that depend on the shards: paths, tokenizer and vocabulary size."""
@@ -696,8 +700,42 @@ class PretrainPlan:
             recipe = replace(recipe, model=with_vocabulary(recipe.model, tokenizer.vocab))
         sources = {name: folder for name, folder in shards.items() if name}
         recipe = replace(recipe, data=shards.get("", ""), sources=sources, tokenizer=tokenizer.fingerprint)
+        recipe = self.choose_batch(recipe, sum(open_shards(Path(folder)).num_tokens for folder in shards.values()))
         recipe.check()
         return recipe
+
+    def choose_batch(self, recipe: Recipe, text_tokens: int) -> Recipe:
+        """The recipe with its global batch, and the learning rate that follows from it."""
+        if self.chooses_batch:
+            recipe = with_chosen_batch(recipe, text_tokens)
+        if self.chooses_rate and recipe.global_batch_tokens:
+            rate = scale_rate_to_batch(recipe.learning_rate, recipe.model, recipe.global_batch_tokens)
+            if rate != recipe.learning_rate:
+                say(f"learning rate: {rate:g} instead of {recipe.learning_rate:g}, as it follows the batch")
+            recipe = replace(recipe, learning_rate=rate)
+        return recipe
+
+
+def with_chosen_batch(recipe: Recipe, text_tokens: int) -> Recipe:
+    """The recipe with the global batch that suits model, text, time and device, which is said."""
+    from firth.train.distributed import SINGLE_PROCESS, select_device
+    from firth.train.launch_env import read_launch_env
+    from firth.train.resources import estimate_tokens_per_second
+
+    device, length = select_device(SINGLE_PROCESS, recipe), recipe.max_seq_length
+    launched, on_gpu = read_launch_env(), device.type == "cuda"
+    num_devices, run_length = launched.world_size if launched is not None else 1, dict[str, Any]()
+    if recipe.minutes:
+        speed = num_devices * estimate_tokens_per_second(recipe.model, length, device)
+        run_length["tokens_read"] = 60 * recipe.minutes * speed
+    elif recipe.max_steps:
+        run_length["max_steps"] = recipe.max_steps
+    else:
+        run_length["tokens_read"] = recipe.num_train_epochs * text_tokens
+    choice = choose_batch(recipe.model, length, text_tokens, on_gpu, num_devices, **run_length)
+    rows = format_count(choice.tokens // length, "row")
+    say(f"global batch: {choice.tokens:,} tokens, {rows} of {length} ({choice.reason})")
+    return replace(recipe, global_batch_tokens=choice.tokens)
 
 
 def read_saved_fields(run: Path) -> dict[str, Any]:
@@ -748,7 +786,9 @@ def plan_pretraining(
     marks_salient = "salient" in recipe.objective.token_flags
     source = open_data_source(sources, tokenizer_path, data_options, new, marks_salient, mixed)
     keeps_vocab_size = (checkpoint is not None and not data_options.add_words) or "model.vocab_size" in changes
-    return PretrainPlan(recipe, keeps_vocab_size, source)
+    names_batch = recipe.per_device_train_batch_size or recipe.global_batch_tokens
+    chooses_rate = not saved_fields and "learning_rate" not in changes
+    return PretrainPlan(recipe, keeps_vocab_size, source, not (saved_fields or names_batch), chooses_rate)
 
 
 def check_can_add_words(checkpoint: Path | None, sources: Sequence[str | Path]) -> None:
@@ -860,7 +900,10 @@ def merge_recipe_changes(
     given = {name: value for name, value in options.items() if value is not None} | dict(overrides or {})
     if given.get("minutes") == 0:  # a saved recipe has it, for no limit
         raise UserError("minutes is 0, and must be more than 0. Leave it out for a run without a time limit.")
-    return {**changes, **given, **fixed_fields}
+    merged = {**changes, **given, **fixed_fields}
+    if merged.get("per_device_train_batch_size") == "auto":
+        merged["per_device_train_batch_size"] = 0
+    return merged
 
 
 def flatten_keys(plain: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
@@ -18,7 +19,15 @@ from firth.models.config import (
 )
 from firth.models.presets import bert, gpt2
 from firth.objectives import MLM, OBJECTIVES, SpanCorruption
-from firth.recipes import complete_recipe, default_objective, pretraining_recipe, tokenizer_kind, update_recipe
+from firth.recipes import (
+    choose_batch,
+    complete_recipe,
+    default_objective,
+    pretraining_recipe,
+    scale_rate_to_batch,
+    tokenizer_kind,
+    update_recipe,
+)
 from firth.recipes.pretraining import default_learning_rate
 
 PUBLISHED = {
@@ -183,3 +192,41 @@ def test_the_rate_is_that_of_the_model_as_it_was_changed() -> None:
     assert wide.learning_rate == default_learning_rate(wide.model, wide.optim) < tiny.learning_rate
     assert update_recipe(tiny, {"model.dim": 512, "learning_rate": 0.5}).learning_rate == 0.5
     assert update_recipe(tiny, {"max_steps": 3}) == replace(tiny, max_steps=3)
+
+
+@pytest.mark.parametrize(
+    ("width", "text_tokens", "fields", "tokens"),
+    [
+        (128, 10**6, {"max_steps": 300}, 4096),  # a CPU: few steps, and the first that uses it
+        (128, 10**6, {"max_steps": 2000}, 8192),
+        (128, 2 * 10**6, {"tokens_read": 1.2e6}, 4096),  # five minutes of two cores
+        (128, 14 * 10**6, {"tokens_read": 4.2e7}, 8192),  # three passes over 10M words: 0.58 * 40M ** 0.571 = 12,700
+        (512, 14 * 10**6, {"tokens_read": 4.65e8, "has_gpu": True}, 32768),  # four minutes of an H200
+        (768, 14 * 10**6, {"tokens_read": 1.1e8, "has_gpu": True}, 32768),
+        (2048, 10**9, {"tokens_read": 10**9, "has_gpu": True}, 65536),  # Muon's work grows with the width
+        (768, 14 * 10**6, {"tokens_read": 2e6, "has_gpu": True}, 4096),  # four minutes of a slow GPU
+        (768, 10**11, {"tokens_read": 10**10, "has_gpu": True}, 2**18),  # Step Law: 297,000
+        (768, 10**9, {"max_steps": 10, "has_gpu": True}, 32768),
+        (768, 10**10, {"tokens_read": 10**9, "has_gpu": True, "num_devices": 6}, 6 * 32768),
+    ],
+)
+def test_the_chosen_batch(width: int, text_tokens: int, fields: dict[str, Any], tokens: int) -> None:
+    model = replace(get_preset("bert-tiny"), dim=width)
+    choice = choose_batch(model, 128, text_tokens, **{"has_gpu": False} | fields)
+    assert choice.tokens == tokens
+    longer = choose_batch(model, 512, text_tokens, **{"has_gpu": False} | fields)
+    assert longer.tokens == tokens, "in longer rows too"
+
+
+def test_the_batch_of_an_lstm_has_the_usual_rows() -> None:
+    assert choose_batch(get_preset("ulmfit-tiny"), 70, 10**6, has_gpu=False, max_steps=10**4).tokens == 32 * 70
+
+
+def test_the_rate_follows_the_batch() -> None:
+    """As the square root, from the batch that the rate was tuned with; at most twofold."""
+    tiny, base = get_preset("bert-tiny"), get_preset("bert-base")
+    assert scale_rate_to_batch(4e-3, tiny, 4096) == 4e-3
+    assert scale_rate_to_batch(4e-3, tiny, 8192) == 5.7e-3
+    assert scale_rate_to_batch(4e-3, tiny, 2**20) == 8e-3
+    assert scale_rate_to_batch(3.3e-3, base, 32768) == 3.3e-3
+    assert scale_rate_to_batch(2e-3, base, 4096) == 1e-3

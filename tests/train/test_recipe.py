@@ -109,7 +109,8 @@ def test_columns_accept_any_key() -> None:
     "fields",
     [
         {"max_seq_length": 3},
-        {"per_device_train_batch_size": 0},
+        {"per_device_train_batch_size": -1},
+        {"global_batch_tokens": -1},
         {"learning_rate": -1.0},
         {"learning_rate": float("nan")},
         {"minutes": float("inf")},

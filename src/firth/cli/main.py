@@ -114,7 +114,7 @@ def prepare(json: bool, **options: Any) -> None:
 @command(
     opt.PretrainOptions,
     Recipe,
-    "max_steps num_train_epochs minutes max_seq_length per_device_train_batch_size gradient_accumulation_steps "
+    "max_steps num_train_epochs minutes max_seq_length per_device_train_batch_size global_batch_tokens "
     "learning_rate bf16 fp8 compile device save_steps seed",
     hidden_fields=("checkpoint",),
     examples="""

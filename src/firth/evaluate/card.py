@@ -55,6 +55,7 @@ MAIN_RECIPE_FIELDS = (  # always in the card, in this order; other fields if the
     "shots",
     "max_steps",
     "max_seq_length",
+    "global_batch_tokens",
     "per_device_train_batch_size",
     "gradient_accumulation_steps",
     "learning_rate",
@@ -63,7 +64,7 @@ MAIN_RECIPE_FIELDS = (  # always in the card, in this order; other fields if the
     "lora_rank",
     "seed",
 )
-OMITTED_IF_ZERO_FIELDS = ("shots", "lora_rank")  # 0: all examples, all weights
+OMITTED_IF_ZERO_FIELDS = ("shots", "lora_rank", "global_batch_tokens")  # 0: all examples, all weights, set by rows
 OMITTED_RECIPE_FIELDS = (  # in other sections of the card, or without effect on the model
     *("output_dir", "task", "train", "dev", "data", "sources", "tokenizer", "model", "baseline"),
     *("logging_steps", "save_steps", "save_total_limit", "async_save"),

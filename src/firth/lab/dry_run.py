@@ -11,7 +11,7 @@ import shutil
 from pathlib import Path
 from typing import Any
 
-from firth.models import ModelConfig, read_config
+from firth.models import read_config
 from firth.tasks import FinetuneRecipe
 from firth.tasks.finetune import (
     DEFAULT_FINETUNE_EPOCHS,
@@ -25,6 +25,7 @@ from firth.tasks.finetune import (
 from firth.text import Corpus
 from firth.tokens import load_tokenizer
 from firth.train import Recipe
+from firth.train.batch_size import whole_batch_recipe
 from firth.train.distributed import SINGLE_PROCESS, select_device
 from firth.train.recipe import TrainingConfig
 from firth.train.resources import (
@@ -60,14 +61,17 @@ def describe_shards(corpus: Corpus, output_dir: Path) -> dict[str, Any]:
     return {**text, "writes": str(output_dir), "disk_bytes": disk, "free_disk_bytes": free_disk_bytes(output_dir)}
 
 
-def describe_pretraining(recipe: Recipe, config: ModelConfig, data: dict[str, Any], num_tokens: int) -> dict[str, Any]:
-    """Return what a pretraining with this model would read, compute and write; refuse what cannot fit."""
-    estimate = estimate_resources(config, recipe)
+def describe_pretraining(recipe: Recipe, data: dict[str, Any], num_tokens: int) -> dict[str, Any]:
+    """Return what a pretraining would read, compute and write; refuse what cannot fit."""
+    recipe = whole_batch_recipe(recipe)
+    estimate = estimate_resources(recipe.model, recipe)
     rows = math.ceil(num_tokens / recipe.max_seq_length)
     steps = recipe.max_steps or math.ceil(recipe.num_train_epochs * rows / recipe.global_batch_size)
     plan = describe_training(recipe, estimate, steps, None if recipe.checkpoint else num_tokens)
-    tokens_read = {"tokens_read": plan["steps"] * recipe.global_batch_size * recipe.max_seq_length}
-    return {**data, "vocab_size": config.vocab_size, **plan, **tokens_read}
+    step_tokens = recipe.global_batch_size * recipe.max_seq_length
+    read = plan["steps"] * step_tokens
+    totals = {"tokens_per_step": step_tokens, "tokens_read": read, "passes": read / max(num_tokens, 1)}
+    return {**data, "vocab_size": recipe.model.vocab_size, **plan, **totals, "learning_rate": recipe.learning_rate}
 
 
 def describe_finetuning(recipe: FinetuneRecipe, num_arms: int = 1) -> dict[str, Any]:

@@ -29,6 +29,7 @@ from firth.objectives import IGNORE_INDEX, Batch, Mixture, Objective
 from firth.objectives.seq2seq import BARTStages
 from firth.tokens import MixedDataset, MixedShards, RowDataset, Rows, ShardSet, Tokenizer, Vocabulary
 from firth.train import Recipe
+from firth.train.batch_size import whole_batch_recipe
 from firth.train.dataloader import (
     make_batch_rng,
     make_pretrain_batch_fn,
@@ -72,6 +73,7 @@ def build_batch_preview(recipe: Recipe, num_rows: int, model: str, data: str) ->
     shards = open_recipe_shards(recipe)
     tokenizer, objective, vocab = shards.tokenizer, recipe.objective, shards.tokenizer.vocab
     check_tokenizer_fit(recipe, tokenizer)
+    recipe = whole_batch_recipe(recipe)
     recipe = single_stage_recipe(recipe, ramp_stages(recipe)[0])
     dataset = make_row_dataset(recipe, shards, held_out=False)
     rows, batch = first_rows_and_batch(recipe, dataset, tokenizer, max(num_rows, SAMPLE_ROWS))

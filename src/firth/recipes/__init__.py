@@ -3,17 +3,20 @@
 from firth.recipes.finetuning import finetuning_defaults, named_finetuning_defaults
 from firth.recipes.pretraining import (
     DEFAULT_TOKENIZERS,
+    choose_batch,
     complete_recipe,
     continued_defaults,
     default_objective,
     default_vocab_size,
     pretraining_recipe,
+    scale_rate_to_batch,
     tokenizer_kind,
     update_recipe,
 )
 
 __all__ = [
     "DEFAULT_TOKENIZERS",
+    "choose_batch",
     "complete_recipe",
     "continued_defaults",
     "default_objective",
@@ -21,6 +24,7 @@ __all__ = [
     "finetuning_defaults",
     "named_finetuning_defaults",
     "pretraining_recipe",
+    "scale_rate_to_batch",
     "tokenizer_kind",
     "update_recipe",
 ]

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import replace
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 from firth.models import MOBILEBERT_DISTILLATION, DiscriminatorHead, Extra, LMHead, ModelConfig, with_extras
 from firth.models.config import AWDLSTMConfig, Disentangled, ELMoConfig, FanInInit, GeneratorConfig, MaskDecoder
@@ -49,6 +50,25 @@ FAMILY_OBJECTIVES = {  # families published with another objective than their ar
     "bart": "bart",
     "elmo": "bilm",
 }
+
+# The global batch (`choose_batch`): a starting rule, which a table of measurements can replace.
+MIN_BATCH_TOKENS = 4096  # tokens: 85% of a CPU's best speed, and many steps (docs/results.md)
+CPU_BATCH_TOKENS = 8192  # tokens: 91% of a CPU's best speed (docs/results.md)
+GPU_BATCH_TOKENS = (
+    32768  # tokens: 8 layers of 512 and modernbert-base learn well with them on an H200 (docs/results.md)
+)
+GPU_TOKENS_PER_WIDTH = 32  # tokens per unit of width: see `choose_batch`
+MIN_RUN_STEPS = 1000  # steps that a run should have
+RECURRENT_BATCH_ROWS = 32  # LSTMs: not measured with others
+REPEATS_WORTH_READING = 15.4  # R* of `worth_of_repeats`
+MAX_RATE_FACTOR = 2.0  # a learning rate follows the batch up to this factor, up or down
+
+
+class BatchChoice(NamedTuple):
+    """A global batch in tokens, and why."""
+
+    tokens: int
+    reason: str
 
 
 def pretraining_recipe(model: ModelConfig, **fields: Any) -> Recipe:
@@ -206,6 +226,69 @@ def default_learning_rate(model: ModelConfig, optim: str) -> float:
         peak, power = {"encoder": 3e-3, "decoder": 2e-3, "encoder-decoder": 3e-3}[model.architecture], 0.75
         peak = peak if model.norm_first else 1e-3
     return scale_rate_to_width(peak, model, power)
+
+
+def choose_batch(
+    model: ModelConfig,
+    max_seq_length: int,
+    text_tokens: int,
+    has_gpu: bool,
+    num_devices: int = 1,
+    *,
+    tokens_read: float = 0.0,
+    max_steps: int = 0,
+) -> BatchChoice:
+    """Choose the global batch of a run that reads `tokens_read` tokens of a text, or takes `max_steps` steps.
+
+    1. What learns best grows with the tokens that are read: 0.58 * tokens ** 0.571 (Li et al. 2025, "Step Law"), and
+       hardly depends on the size of the model (Zhang et al. 2024). A repeated text counts as less.
+    2. A GPU needs enough tokens per step to be busy. Muon orthogonalises its updates once per step, whatever the batch:
+       15 matmuls of each matrix, about 25 * width operations per weight, where a token takes 6. With 32 * width tokens
+       they are an eighth of the step. Below this size a larger batch costs hardly any steps in the same time.
+    3. No less than 1,000 steps: with a few hundred, each step is worth more than its gradient is exact.
+
+    A device gets a power of two of rows. With a set number of steps (1) has no answer: a GPU gets the batch of (2).
+    """
+    if model.recurrent is not None:
+        return BatchChoice(RECURRENT_BATCH_ROWS * max_seq_length, "the usual one of an LSTM")
+    busy = num_devices * max(GPU_BATCH_TOKENS, GPU_TOKENS_PER_WIDTH * model.dim) if has_gpu else CPU_BATCH_TOKENS
+    tokens, reason = busy, f"the least that keeps {'the GPU' if has_gpu else 'a CPU'} busy"
+    if max_steps:
+        tokens_read = math.inf if has_gpu else max_steps * busy
+    else:
+        tokens_read = max(tokens_read, 1.0)
+        best = round(0.58 * worth_of_repeats(tokens_read, text_tokens) ** 0.571)
+        tokens, reason = max((tokens, reason), (best, f"it suits a run that reads {tokens_read:,.0f} tokens"))
+    if tokens * MIN_RUN_STEPS > tokens_read:
+        tokens = max(round(tokens_read / MIN_RUN_STEPS), MIN_BATCH_TOKENS)
+        reason = "small, as a short run learns more from more steps"
+    device_rows = max(1, tokens // (max_seq_length * num_devices))
+    return BatchChoice((1 << (device_rows.bit_length() - 1)) * num_devices * max_seq_length, reason)
+
+
+def worth_of_repeats(tokens_read: float, text_tokens: int) -> float:
+    """Return how many tokens of new text are worth as much as reading this text again and again.
+
+    U' = U + U * R* * (1 - exp(-R / R*)) for R repeats of U tokens (Muennighoff et al. 2023, equation 5).
+
+    >>> round(worth_of_repeats(500, 1000)), round(worth_of_repeats(4000, 1000)), round(worth_of_repeats(10**6, 1000))
+    (500, 3726, 16400)
+    """
+    unique = min(tokens_read, max(text_tokens, 1))
+    repeats = tokens_read / unique - 1
+    return unique * (1 + REPEATS_WORTH_READING * (1 - math.exp(-repeats / REPEATS_WORTH_READING)))
+
+
+def scale_rate_to_batch(rate: float, model: ModelConfig, batch_tokens: int) -> float:
+    """Scale a learning rate from the batch that it was tuned with: rate * sqrt(batch / tuned batch), at most twofold.
+
+    An update of Adam or Muon is as large as the rate, whatever the gradient. So rate ** 2 / batch, the variance of its
+    noise, stays the same (the square root rule of Malladi et al. 2022). Default rates were tuned with 4,096 tokens at
+    width 128 and with 32,768 from width 512 on (docs/history.md).
+    """
+    tuned = min(GPU_BATCH_TOKENS, MIN_BATCH_TOKENS * (max(model.dim, 128) / 128) ** 1.5)
+    factor = math.sqrt(batch_tokens / tuned)
+    return float(f"{rate * min(max(factor, 1 / MAX_RATE_FACTOR), MAX_RATE_FACTOR):.1e}")
 
 
 def default_weight_decay(optim: str) -> float:

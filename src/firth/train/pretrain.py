@@ -46,6 +46,7 @@ from firth.objectives import MLM, Batch
 from firth.objectives.registry import describe_objective
 from firth.tokens import MixedDataset, MixedShards, RowDataset, ShardSet, Tokenizer, reused_length
 from firth.tokens.mixing import SourceShare
+from firth.train.batch_size import resolve_batch_size
 from firth.train.checkpoint import explain_disk_errors, last_checkpoint, translate_disk_errors
 from firth.train.clock import RunClock
 from firth.train.compute import (
@@ -153,10 +154,12 @@ def run_pretraining(
         if dist_context.run_on_main(lambda: is_run_finished(folder, recipe)):
             say(f"{folder} is already finished.")
             return read_object(folder / "results.json")
-    check_even_split(recipe, dist_context.world_size)
     shards = open_recipe_shards(recipe)
     tokenizer, objective = shards.tokenizer, recipe.objective
     check_tokenizer_fit(recipe, tokenizer)
+    if is_new or not recipe.per_device_train_batch_size:
+        recipe = broadcast_recipe(dist_context, lambda: resolve_batch_size(recipe, shards, dist_context))
+    check_even_split(recipe, dist_context.world_size)
 
     def resolve_data() -> Recipe:
         resolved_recipe = verify_same_shards(recipe, shards, allow_change)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import operator
 import zlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any, Literal, TypeVar
@@ -38,14 +38,31 @@ def recipe_field(
     gt: float | None = None,
     le: float | None = None,
     lt: float | None = None,
+    parse: Callable[[str, str], Any] | None = None,
 ) -> Any:
     """Declare a field with its `--help` text, its bounds and, where `--help` should not print it, its default.
 
-    `ge`, `gt`, `le` and `lt` bound the value: at least, more than, at most, less than.
+    `ge`, `gt`, `le` and `lt` bound the value: at least, more than, at most, less than. `parse(text, option)` converts
+    what is typed.
     """
     bounds = {name: bound for name, bound in (("ge", ge), ("gt", gt), ("le", le), ("lt", lt)) if bound is not None}
     shown = str(default) if shown_default is None else shown_default
-    return field(default=default, metadata={"help": help, "default": shown, "bounds": bounds})
+    return field(
+        default=default,
+        metadata={"help": help, "default": shown, "bounds": bounds} | ({"parse": parse} if parse else {}),
+    )
+
+
+def parse_batch_rows(text: str, option: str) -> int:
+    """Return a number of rows; 0 for `auto`.
+
+    >>> parse_batch_rows("auto", "--per-device-train-batch-size"), parse_batch_rows("8", "")
+    (0, 8)
+    """
+    rows = 0 if text == "auto" else int(text) if text.isdecimal() else -1
+    if rows < 1 and text != "auto":
+        raise UserError(f"{option}: {text!r} is neither a whole number of at least 1 nor auto.")
+    return rows
 
 
 BOUNDS = {
@@ -304,6 +321,21 @@ class Recipe(TrainingConfig):
 
     model: ModelConfig
     objective: Objective
+    # 0 is `auto` in both fields: a new run chooses, and records its choice.
+    per_device_train_batch_size: int = recipe_field(
+        0,
+        "Set the rows per device and micro-batch; auto takes as many as fit into memory.",
+        shown_default="auto",
+        ge=0,
+        parse=parse_batch_rows,
+    )
+    global_batch_tokens: int = recipe_field(
+        0,
+        "Set the tokens of a step over all devices; gradient accumulation makes up what memory cannot hold.",
+        shown_default="chosen from model, text, time and device",
+        ge=0,
+        le=MAX_STEP_TOKENS,
+    )
     data: str = recipe_field("", "Folder of token shards.")
     tokenizer: str = recipe_field("", "Fingerprint of the tokenizer that made the shards.")
     checkpoint: str = recipe_field("", "Start from this checkpoint's weights. Default: empty, a random initialization.")
@@ -444,7 +476,7 @@ class Recipe(TrainingConfig):
                 raise UserError(
                     f"{name}_doublings is {doublings}, and must be at least 1. {name}_ramp=0 disables the ramp."
                 )
-            if share and full >> doublings < minimum:
+            if share and full and full >> doublings < minimum:  # 0: a batch that is chosen later
                 raise UserError(
                     f"{name}_doublings is {doublings}, and {full} {unit} cannot be halved that often: "
                     f"the ramp must start with at least {minimum}."

@@ -24,6 +24,7 @@ from firth.train.recipe import TrainingConfig
 FLOAT_BYTES = 4
 MAX_PARAMETERS_PER_TOKEN = 100  # more is warned about; compute-optimal models have 1/20 (Hoffmann et al. 2022)
 MIN_WARNED_PARAMETERS = 10_000_000  # smaller models train in minutes anyway
+GPU_TRAINING_SHARE = 0.45  # of a 16-bit matmul's speed: 0.43 to 0.64 in docs/results.md (8 layers of 512, bert-base)
 MAX_STEP_SECONDS = 60  # a longer step is warned about
 
 
@@ -82,15 +83,26 @@ def available_memory(device: torch.device) -> int:
     return next((int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:")), 0)
 
 
-def measure_flops(device: torch.device, size: int = 512, seconds: float = 0.05) -> float:
-    """Return the floating-point operations per second of a float32 matrix product on this device."""
-    a = torch.ones(size, size, device=device)
+def measure_flops(device: torch.device, seconds: float = 0.05) -> float:
+    """Return the floating-point operations per second that training reaches on this device, about.
+
+    Measured with a matrix product: in float32 on a CPU; in 16 bits on a GPU, where training reaches a part of it.
+    """
+    on_gpu = device.type == "cuda"
+    size, dtype = (8192, torch.float16) if on_gpu else (512, torch.float32)
+    a = torch.ones(size, size, device=device, dtype=dtype)
     (a @ a).sum().item()
     start, count = time.monotonic(), 0
     while time.monotonic() - start < seconds:
         (a @ a).sum().item()
         count += 1
-    return 2 * size**3 * count / (time.monotonic() - start)
+    speed = 2 * size**3 * count / (time.monotonic() - start)
+    return speed * GPU_TRAINING_SHARE if on_gpu else speed
+
+
+def estimate_tokens_per_second(config: ModelConfig, length: int, device: torch.device) -> float:
+    """Return the tokens that training would read per second, about, without building the model."""
+    return measure_flops(device) / (3 * flops_per_token(config, length))
 
 
 def check_resources(

@@ -38,6 +38,7 @@ RESOLVED_FIELDS = (
     "warmup_steps",
     "eval_steps",
     "threads",
+    "global_batch_tokens",
     "shards_checksum",
     "train_checksum",
     "dev_checksum",
@@ -88,6 +89,9 @@ def merge_recipe(
     resolved = {
         name: getattr(saved, name) for name in RESOLVED_FIELDS if hasattr(requested, name) and is_unset(requested, name)
     }
+    if not requested.per_device_train_batch_size and requested_batch(requested) in (0, requested_batch(saved)):
+        # sums of another split are rounded differently
+        resolved |= {name: getattr(saved, name) for name in BATCH_SIZE_FIELDS[:2]}
     if requested.engine.compile_regions is None:
         resolved["engine"] = replace(requested.engine, compile_regions=saved.engine.compile_regions)
     paths = {name: getattr(requested, name) for name in PATH_FIELDS if is_same_path(saved, requested, name)}
@@ -112,8 +116,27 @@ def merge_recipe(
     return requested
 
 
+def requested_batch(recipe: TrainingConfig) -> int:
+    """Return the global batch in tokens; 0 if it is to be chosen, or set by its rows."""
+    return getattr(recipe, "global_batch_tokens", 0)
+
+
 def keep_global_batch_size(saved: ResumedRecipeT, requested: ResumedRecipeT, allow_change: bool) -> ResumedRecipeT:
-    """Keep the global batch size when the number of processes changes: each computes more or fewer rows."""
+    """Keep the global batch size when the number of processes or the micro-batch changes.
+
+    Each process computes more or fewer rows; another micro-batch is accumulated more or less often.
+    """
+    rows, same_tokens = requested.per_device_train_batch_size, 0 < requested_batch(requested) == requested_batch(saved)
+    if same_tokens and rows == saved.per_device_train_batch_size and requested.gradient_accumulation_steps == 1:
+        requested = replace(requested, gradient_accumulation_steps=saved.gradient_accumulation_steps)
+    elif same_tokens and rows != saved.per_device_train_batch_size:
+        device_rows = saved.global_batch_size // requested.processes
+        if device_rows % rows:
+            raise UserError(
+                f"The run's global batch is {format_count(saved.global_batch_size, 'row')}, which "
+                f"per_device_train_batch_size={rows} does not divide. Choose a number that does, or leave it out."
+            )
+        requested = replace(requested, gradient_accumulation_steps=device_rows // rows)
     saved_sizes = {name: getattr(saved, name) for name in BATCH_SIZE_FIELDS}
     same = all(getattr(requested, name) == saved_sizes[name] for name in BATCH_SIZE_FIELDS[:2])
     adapted = requested.global_batch_size == saved.global_batch_size and not allow_change
