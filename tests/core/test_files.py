@@ -82,6 +82,18 @@ def test_what_a_killed_writer_left_is_not_taken_over(tmp_path: Path) -> None:
     assert names(tmp_path) == ["run"]
 
 
+@pytest.mark.parametrize("name", [".manifest.json.tmp", ".mode.tmp", "train/.offsets.npy.tmp"])
+def test_what_a_killed_writer_left_in_a_partial_folder_is_removed(tmp_path: Path, name: str) -> None:
+    """The manifest listed it, and the finished folder was told to be damaged."""
+    partial, folder = tmp_path / ".s.part", tmp_path / "s"
+    (partial / "train").mkdir(parents=True)
+    (partial / name).write_text("half")
+    with files.atomic_folder(folder, partial) as inside:
+        (inside / "a").write_text("1")
+    assert files.find_corruption(folder) is None
+    assert not (folder / name).exists()
+
+
 def test_damage_names_what_is_wrong(tmp_path: Path) -> None:
     run, model = tmp_path / "run", tmp_path / "run" / "model.bin"
     make(run, "hello")

@@ -73,6 +73,7 @@ def test_kinds_inside_a_new_kind() -> None:
     ("word", "message"),
     [
         ("model.position.kind=Rotory", r"model.position: unknown kind 'Rotory'. Did you mean 'Rotary'"),
+        ("model.head.kind=[red]", r"model.head: unknown kind \['red'\]"),
         ("lerning_rate=1", r"Unknown key 'lerning_rate'.*'learning_rate'"),
         ("model.num_layer=1", r"Unknown key 'model.num_layer'.*'num_layers'.*in model"),
         ("model.dim.x=1", r"Unknown key 'model.dim.x'"),

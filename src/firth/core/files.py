@@ -196,6 +196,8 @@ def atomic_folder(path: Path, partial_folder: Path | None = None, **metadata: An
     (temporary / MANIFEST_FILE).unlink(missing_ok=True)
     try:
         yield temporary
+        for leftover in list(temporary.rglob(".*.tmp")):  # of a writer that was killed in the partial folder
+            remove_path(leftover)
         files, mode = {}, umask_mode(temporary)
         for file in sorted(p for p in temporary.rglob("*") if p.is_file()):
             if file.stat().st_mode & 0o777 != mode:

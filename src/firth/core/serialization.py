@@ -182,11 +182,13 @@ def from_dict(value: Any, dataclass_type: type[DataclassT], where: str) -> Datac
         raise UserError(f"{where}: " + "; ".join(mistakes[:MAX_LISTED_MISTAKES]) + more) from None
 
 
-def default_fields(dataclass_type: type, tree: dict[str, Any], path: Sequence[str], kind: str) -> dict[str, Any] | None:
+def default_fields(dataclass_type: type, tree: dict[str, Any], path: Sequence[str], kind: Any) -> dict[str, Any] | None:
     """Return the fields of the dataclass `kind` at `path` of a tree, with their defaults; None if it cannot be there.
 
     A field without a default keeps its value in the tree.
     """
+    if not isinstance(kind, str):  # a user's value: any JSON
+        return None
     for depth, name in enumerate(path):
         field_type = get_type_hints(dataclass_type).get(name)
         choices, tree = _union_members(field_type), tree[name]

@@ -320,6 +320,7 @@ def test_missing_tensors_are_named(tmp_path: Path) -> None:
     ("changes", "message"),
     [
         ({"model_type": "gpt3"}, "model_type 'gpt3'.*Did you mean 'gpt2'"),
+        ({"model_type": ["bert"]}, r"model_type \['bert'\] is not one"),
         ({"model_type": "distilbart"}, "model_type 'distilbart'.*Did you mean 'distilbert'"),
         ({"hidden_act": "mish"}, "activation 'mish'"),
         ({"position_embedding_type": "relative_key"}, "position_embedding_type is 'relative_key'"),

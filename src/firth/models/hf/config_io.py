@@ -237,7 +237,7 @@ def from_hf_config(hf_config: Any, source: str = "config.json") -> ModelConfig:
             f"{source}: a model of n-grams only counts, and has neither layers nor vectors. It can be scored "
             "(`firth evaluate --task perplexity`) and can write (`firth generate`)."
         )
-    if kind not in MODEL_TYPE_LAYOUTS:
+    if not isinstance(kind, str) or kind not in MODEL_TYPE_LAYOUTS:
         raise UserError(
             f"{source}: model_type {quote(kind)} is not one that Firth knows. "
             + did_you_mean(str(kind), MODEL_TYPE_LAYOUTS)
