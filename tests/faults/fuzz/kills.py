@@ -1,0 +1,342 @@
+"""Kill commands at any moment and inside of writes, resume them, and compare the results bit for bit.
+
+A forked child runs the command. It dies in one of two ways:
+
+- *moment*: SIGKILL after a random amount of CPU time;
+- *write*: in a write. Before the n-th file is opened for writing, renamed or removed; before the n-th fsync; or when a
+  file reaches a random size, where the kernel ends the process (SIGXFSZ) and leaves the file half written.
+
+It is resumed and killed again until it ends by itself. *Lost* is a checkpoint, tokenizer or shard folder that was whole
+before a kill and is damaged or gone after it, a changed input, or a last result that differs from that of an unbroken
+run.
+
+    OMP_NUM_THREADS=1 python tests/faults/fuzz/kills.py --kills 1000
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import json
+import os
+import random
+import resource
+import shutil
+import signal
+import sys
+import time
+from collections import Counter
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+if __name__ == "__main__":
+    sys.path[:0] = [str(Path(__file__).parents[2]), str(Path(__file__).parents[3] / "src")]
+    os.environ |= {"TOKENIZERS_PARALLELISM": "false", "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
+
+from faults.fuzz.fixtures import SIZES, Fixtures
+from faults.fuzz.harness import (
+    build_commands_once,
+    cpu_seconds,
+    fork,
+    run_command,
+    run_silently,
+    snapshot,
+    temporary_folder,
+    wait,
+)
+
+from firth.core.files import MANIFEST_FILE, find_corruption
+
+WRITE_SHARE = 0.4  # of the kills, those inside of writes
+MAX_KILLS_PER_RUN = 8
+WRITE_EVENTS = ("os.rename", "os.remove", "os.mkdir", "os.rmdir", "os.truncate", "os.link", "shutil.rmtree")
+WRITE_FLAGS = os.O_WRONLY | os.O_RDWR | os.O_CREAT
+# Times and paths differ between two runs; reports and cards quote them.
+VOLATILE_FILES = ("report.html", "README.md", ".lock", ".clock", MANIFEST_FILE, "source.json")
+VOLATILE_FIELDS = (
+    "seconds",
+    "output_dir",
+    "predictions",
+    "examples_per_second",
+    "tokens_per_second",
+    "words_per_second",
+)
+
+
+class Job(NamedTuple):
+    """A command that `--resume` continues."""
+
+    name: str
+    arguments: Sequence[object]
+
+
+def make_jobs(fixtures: Fixtures) -> list[Job]:
+    text, rows, chats = fixtures.text, fixtures.rows("classify"), fixtures.rows("lm")
+    steps = ["--max-steps=12", "--save-steps=2", "--eval-steps=6", "--per-device-train-batch-size=2"]
+    tuned = ["--max-steps=8", "--save-steps=2", "--eval-steps=4", "--max-seq-length=32", "--no-bf16", "--seeds=2"]
+    files = ["--task=classify", "--train", rows, "--dev", rows]
+    chat = ["--task=lm", "--train", chats, "--dev", chats, "--lora-rank=2"]
+    vectors = ["vector_size=8", "epochs=3", "min_count=1", "save_steps=2"]
+    pretrain = ["pretrain", "--data", text, "--vocab-size=300"]
+    return [
+        Job("bert", [*pretrain, "bert-tiny", *SIZES, *steps]),
+        Job("gpt2", [*pretrain, "gpt2-tiny", *SIZES, *steps]),
+        Job("t5", [*pretrain, "t5-tiny", *SIZES, *steps]),
+        Job("word2vec", ["pretrain", "word2vec", "--data", text, *vectors]),
+        Job("finetune", ["finetune", fixtures.bert / "final", *files, *tuned]),
+        Job("LoRA", ["finetune", fixtures.gpt2 / "final", *chat, *tuned]),
+        Job("prepare", ["prepare", text, "--tokenizer", fixtures.shards / "tokenizer", "--workers=1"]),
+    ]
+
+
+# --- in the child
+
+
+def run_quietly(job: Job, folder: Path, before: Callable[[], None] = lambda: None) -> None:
+    def run() -> None:
+        before()
+        code = run_command([str(a) for a in [*job.arguments, "--output-dir", folder, "--resume"]])
+        resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
+        if code:
+            raise SystemExit(code)
+
+    run_silently(run, f"{folder}.output")
+
+
+def is_write(event: str, arguments: tuple[Any, ...], folder: str) -> bool:
+    if event == "open":
+        path, _, flags = arguments
+        return str(path).startswith(folder) and bool((flags or 0) & WRITE_FLAGS)
+    return event in WRITE_EVENTS and folder in str(arguments[0])
+
+
+def kill_at_write(folder: Path, number: int) -> None:
+    """End this process before its n-th write."""
+    left, parent = [number], str(folder.parent)
+
+    def count(event: str, arguments: tuple[Any, ...]) -> None:
+        if is_write(event, arguments, parent):
+            left[0] -= 1
+            if not left[0]:
+                os.kill(os.getpid(), signal.SIGKILL)
+
+    sys.addaudithook(count)
+
+
+def kill_at_fsync(number: int) -> None:
+    left, real = [number], os.fsync
+
+    def fsync(fd: int) -> None:
+        left[0] -= 1
+        if not left[0]:
+            os.kill(os.getpid(), signal.SIGKILL)
+        real(fd)
+
+    os.fsync = fsync
+
+
+def kill_at_size(size: int) -> None:
+    """End this process when a file reaches a size."""
+    signal.signal(signal.SIGXFSZ, signal.SIG_DFL)
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, resource.RLIM_INFINITY))
+
+
+def aim_at_a_write(rng: random.Random, folder: Path, counts: Counter[str]) -> Callable[[], None]:
+    kind = rng.choice(["open", "fsync", "size"])
+    if kind == "open":
+        number = rng.randint(1, counts["open"])
+        return lambda: kill_at_write(folder, number)
+    if kind == "fsync":
+        number = rng.randint(1, counts["fsync"])
+        return lambda: kill_at_fsync(number)
+    size = rng.choice([rng.randrange(2000), rng.randrange(counts["size"])])
+    return lambda: kill_at_size(size)
+
+
+def count_writes(job: Job, folder: Path, report: Path) -> None:
+    """Run the job to its end; write how often it opened, renamed and synced files."""
+    counts: Counter[str] = Counter()
+    real, parent = os.fsync, str(folder.parent)
+
+    def fsync(fd: int) -> None:
+        counts["fsync"] += 1
+        real(fd)
+
+    def count(event: str, arguments: tuple[Any, ...]) -> None:
+        counts["open"] += is_write(event, arguments, parent)
+
+    def watch() -> None:
+        os.fsync = fsync
+        sys.addaudithook(count)
+
+    began = time.process_time()
+    run_quietly(job, folder, watch)
+    counts["milliseconds"] = round(1000 * (time.process_time() - began))
+    counts["size"] = max(p.stat().st_size for p in folder.rglob("*"))
+    report.write_text(json.dumps(counts))
+
+
+# --- in the parent
+
+
+def kill_after(pid: int, seconds: float) -> int:
+    """SIGKILL a process when it has used this much CPU time; returns what `wait` does."""
+    while True:
+        done, status = os.waitpid(pid, os.WNOHANG)
+        if done:
+            return os.WTERMSIG(status) if os.WIFSIGNALED(status) else -bool(status)
+        if cpu_seconds(pid) >= seconds:
+            os.kill(pid, signal.SIGKILL)
+            return wait(pid)
+        time.sleep(0.002)
+
+
+def whole_folders(folder: Path) -> dict[str, str | None]:
+    """The folders with a manifest, which are complete, and what is wrong with them."""
+    found = [p.parent for p in folder.rglob(MANIFEST_FILE) if not p.parent.name.startswith(".")]
+    if (folder / MANIFEST_FILE).exists():
+        found.append(folder)
+    visible = [p for p in found if not any(part.startswith(".") for part in p.relative_to(folder).parts)]
+    return {p.relative_to(folder).as_posix(): find_corruption(p) for p in visible}
+
+
+def newest_step(folders: Sequence[str]) -> int:
+    return max(
+        [int(name.rpartition("-")[2]) for name in folders if "/" not in name and "checkpoint-" in name], default=0
+    )
+
+
+def find_loss(before: dict[str, str | None], after: dict[str, str | None]) -> str:
+    """What a kill damaged or removed; older checkpoints make room for newer ones."""
+    if damaged := [f"{name}: {fault}" for name, fault in after.items() if fault]:
+        return damaged[0]
+    gone = [name for name in before if name not in after and "checkpoint-" not in name]
+    if gone:
+        return f"{gone[0]} is gone"
+    is_finished = any(name.endswith("final") for name in after)
+    return "" if is_finished or newest_step(list(after)) >= newest_step(list(before)) else "the last checkpoint is gone"
+
+
+def results(folder: Path) -> dict[str, Any]:
+    """The content of each file of a run but for times and paths."""
+    found: dict[str, Any] = {}
+    for path in sorted(p for p in folder.rglob("*") if p.is_file() and p.name not in VOLATILE_FILES):
+        name = path.relative_to(folder).as_posix()
+        if path.name in ("results.json", "finetuning.json", "state.json"):
+            value = json.loads(path.read_text())
+            found[name] = {key: part for key, part in value.items() if key not in VOLATILE_FIELDS}
+        else:
+            found[name] = path.read_bytes()
+    return found
+
+
+def use_small_chunks() -> None:
+    """Let `prepare` note its progress after every 5 documents: texts of this size would be one chunk."""
+    importlib.import_module("firth.tokens.prepare").CHUNK_DOCUMENTS = 5  # type: ignore[attr-defined]
+
+
+class Kills:
+    """Kills of one job."""
+
+    def __init__(self, job: Job, work: Path, fixtures: Fixtures) -> None:
+        self.job, self.work, self.fixtures = job, work / job.name, fixtures
+        shutil.rmtree(self.work, ignore_errors=True)
+        straight = self.folder = self.work / "run"  # of both: state.json quotes the path
+        self.work.mkdir(parents=True)
+        assert wait(fork(count_writes, job, straight, self.work / "counts")) == 0, Path(
+            f"{straight}.output"
+        ).read_text()
+        self.writes = Counter(json.loads((self.work / "counts").read_text()))
+        self.expected = results(straight)
+        self.counts: Counter[str] = Counter()
+        self.faults: list[str] = []
+
+    def run_once(self, rng: random.Random, folder: Path) -> bool:
+        """Run the job until it is killed, or to its end; returns whether it was killed."""
+        in_write, before = rng.random() < WRITE_SHARE, whole_folders(folder)
+        if in_write:
+            ended = wait(fork(run_quietly, self.job, folder, aim_at_a_write(rng, folder, self.writes)))
+        else:
+            moment = rng.uniform(0, self.writes["milliseconds"] / 1000)
+            ended = kill_after(fork(run_quietly, self.job, folder), moment)
+        if ended == -1:
+            self.faults.append(f"{self.job.name}: " + Path(f"{folder}.output").read_text()[-1000:])
+        if ended > 0:
+            self.counts["write" if in_write else "moment"] += 1
+            if loss := find_loss(before, whole_folders(folder)):
+                self.faults.append(f"{self.job.name}: {loss}")
+        return ended > 0
+
+    def run_chain(self, rng: random.Random, max_kills: int) -> None:
+        """Kill a new run several times, let it end, and compare it with the unbroken one."""
+        folder = self.folder
+        for path in self.work.iterdir():  # the journal of an unfinished `prepare` lies beside its folder
+            shutil.rmtree(path) if path.is_dir() else path.unlink()
+        inputs = snapshot(self.fixtures.folder, ())
+        for _ in range(max_kills):
+            if not self.run_once(rng, folder):
+                break
+        if wait(fork(run_quietly, self.job, folder)) != 0:
+            self.faults.append(f"{self.job.name}: " + Path(f"{folder}.output").read_text()[-1000:])
+        found = results(folder)
+        different = [n for n in {*found, *self.expected} if found.get(n) != self.expected.get(n)]
+        changed = [n for n, content in snapshot(self.fixtures.folder, ()).items() if inputs.get(n) != content]
+        self.counts["compared"] += 1
+        self.counts["equal"] += not different
+        if different or changed:
+            self.faults.append(f"{self.job.name}: different: {sorted(different)[:5]}, inputs: {changed[:3]}")
+
+    def run(self, num_kills: int, seed: int, minutes: float = 1e9) -> None:
+        began, chain = time.monotonic(), 0
+        while (left := num_kills - self.killed) > 0 and time.monotonic() - began < 60 * minutes:
+            self.run_chain(random.Random(f"{seed} {self.job.name} {chain}"), min(left, MAX_KILLS_PER_RUN))
+            chain += 1
+
+    @property
+    def killed(self) -> int:
+        return self.counts["moment"] + self.counts["write"]
+
+    def __str__(self) -> str:
+        c = self.counts
+        cells = (self.job.name, c["moment"], c["write"], c["compared"], c["equal"], len(self.faults))
+        return f"| {' | '.join(map(str, cells))} |"
+
+
+HEAD = (
+    "| command | kills at a random moment | kills inside of a write | runs compared | bit-equal | faults |\n"
+    + "| --- " * 6
+    + "|"
+)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--kills", type=int, default=70, help="Kill this often, over all commands.")
+    parser.add_argument("--jobs", nargs="+", help="Take these commands. Default: all.")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--minutes", type=float, default=1e9, help="Stop after this time.")
+    options = parser.parse_args()
+    work = temporary_folder()
+    build_commands_once()
+    use_small_chunks()
+    faults = []
+    try:
+        fixtures = Fixtures(work / "fixtures")
+        fixtures.build()
+        jobs = [job for job in make_jobs(fixtures) if not options.jobs or job.name in options.jobs]
+        print(HEAD, flush=True)
+        for job in jobs:
+            kills = Kills(job, work, fixtures)
+            kills.run(-(-options.kills // len(jobs)), options.seed, options.minutes / len(jobs))
+            faults += kills.faults
+            print(kills, flush=True)
+    finally:
+        shutil.rmtree(work, ignore_errors=True)
+    print(*faults, sep="\n")
+    sys.exit(bool(faults))
+
+
+if __name__ == "__main__":
+    main()
