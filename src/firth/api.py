@@ -79,6 +79,7 @@ from firth.tokens import (
 from firth.tokens import prepare as prepare_shards
 from firth.tokens.checkup import SAMPLE_CHARS
 from firth.tokens.prepare import digest_documents
+from firth.tokens.shards import find_shard_damage, remember_verified
 from firth.train.clock import RunClock
 from firth.train.launch_env import require_single_process, silence_other_ranks
 from firth.train.recipe import Recipe, apply_overrides, read_yaml_mapping
@@ -194,7 +195,7 @@ def tokenizer(
     that read from its end. `reading` are arguments of Corpus: `documents`, `columns`, `normalize` and so on.
     """
     folder = Path(output_dir)
-    check_output_folder(folder, "--output-dir", overwrite)
+    check_output_folder(folder, "--output-dir", overwrite, "tokenizer")
     template = None if like is None else load_tokenizer(like)
     corpus = Corpus(texts, **reading)
     size = vocab_size or default_vocab_size(corpus.total_bytes)
@@ -211,7 +212,7 @@ def tokenizer(
         )
     new = new.to_reversed() if reverse else new
     say(corpus.describe())
-    with atomic_folder(folder) as temporary:
+    with atomic_folder(folder, "tokenizer") as temporary:
         new.save(temporary)
     facts = {"kind": new.kind, "vocab_size": new.vocab.size, "fingerprint": new.fingerprint}
     return {"output_dir": str(folder), **facts}
@@ -244,15 +245,15 @@ def prepare(
     if dry_run:
         from firth.lab.dry_run import describe_shards
 
-        check_output_folder(folder, "--output-dir", overwrite or resume)
+        check_output_folder(folder, "--output-dir", overwrite, "shards", resume)
         return {"dry_run": True, **describe_shards(corpus, folder)}
-    if resume and is_shards_folder(folder) and find_corruption(folder) is None:
+    if resume and is_shards_folder(folder) and find_shard_damage(folder) is None:
         check_shard_tokenizer(folder, tokenizer)
         check_shard_salient(folder, find)
         check_shard_options(folder, {"held_out_share": held_out, "dedup": dedup})
         check_shard_source(folder, corpus)
         return summarize_shards(folder)
-    check_output_folder(folder, "--output-dir", overwrite or resume)
+    check_output_folder(folder, "--output-dir", overwrite, "shards", resume)
     return _write_shards(
         corpus, loaded, folder, held_out, find, workers=workers, max_memory=max_memory, dedup=dedup, resume=resume
     )
@@ -313,6 +314,7 @@ def _write_shards(
 ) -> dict[str, Any]:
     options |= {"total_bytes": corpus.total_bytes, "salient": salient, "resume": resume, "workers": workers}
     prepare_shards(corpus, tokenizer, folder, held_out, **options)
+    remember_verified(folder)  # their checksums were just computed
     say(corpus.describe())
     return summarize_shards(folder)
 
@@ -611,7 +613,7 @@ class DataSource(NamedTuple):
         check_same_source(folder / "source.json", self.source_record(self.corpus))
         made = {name: folder / "data" / name for name in texts}
         missing = [
-            name for name, path in made.items() if not is_shards_folder(path) or find_corruption(path) is not None
+            name for name, path in made.items() if not is_shards_folder(path) or find_shard_damage(path) is not None
         ]
         if missing:
             tokenizer = self.tokenizer or train_run_tokenizer(folder, self.corpus, *self.new_tokenizer_args)
@@ -869,7 +871,7 @@ def train_run_tokenizer(folder: Path, corpus: Corpus, kind: str, vocab_size: int
     path = folder / "tokenizer"
     if find_corruption(path) is not None:
         size = vocab_size or default_vocab_size(corpus.total_bytes, kind)
-        with atomic_folder(path) as temporary:
+        with atomic_folder(path, "tokenizer") as temporary:
             normalize = corpus.cleaner.normalize
             train_tokenizer(corpus.texts(), kind, size, lowercase, normalize=normalize).save(temporary)
     return load_tokenizer(path)
@@ -1321,9 +1323,10 @@ def export(
             write_export(Path(checkpoint), Path(folder) / "export")
             return check_export(Path(folder) / "export")
     path = Path(output_dir)
-    check_output_folder(path, "--output-dir", overwrite)
     if path.exists() and Path(checkpoint).exists() and path.samefile(checkpoint):
         raise UserError(f"{path} is the checkpoint itself. Name another --output-dir.")
+    kind = "model" if format in ("huggingface", "firth") else "vectors"
+    check_output_folder(path, "--output-dir", overwrite, kind)
     if format != "huggingface":
         files = write_vectors(load_word_vectors(checkpoint), path, format)
         return {"output_dir": str(path), "files": list(map(str, files))}

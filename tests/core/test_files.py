@@ -222,6 +222,65 @@ def test_fresh_folder_refuses_what_holds_something(tmp_path: Path) -> None:
         check_output_folder(tmp_path / "empty" / "a", "output folder")
 
 
+FOREIGN = {
+    "of another program": '{"manifest_version": 3, "files": ["thesis.txt"]}',
+    "with names alone": '{"files": {"thesis.txt": {}}}',
+    "without a kind": '{"files": {"thesis.txt": {"bytes": 4, "sha256": "SHA"}}}',
+    "of another kind of folder": '{"kind": "photos", "files": {"thesis.txt": {"bytes": 4, "sha256": "SHA"}}}',
+    "with another checksum": '{"kind": "model", "files": {"thesis.txt": {"bytes": 4, "sha256": "0"}}}',
+    "not JSON": "thesis.txt",
+}
+
+
+@pytest.mark.parametrize("name", FOREIGN)
+def test_overwrite_does_not_believe_a_foreign_manifest(name: str, tmp_path: Path) -> None:
+    folder = tmp_path / "mine"
+    folder.mkdir()
+    (folder / "thesis.txt").write_text("mine")
+    manifest = FOREIGN[name].replace("SHA", file_sha256(folder / "thesis.txt"))
+    (folder / "manifest.json").write_text(manifest)
+    with pytest.raises(UserError, match=r"thesis\.txt.*not replaced"):
+        check_output_folder(folder, "--output-dir", overwrite=True)
+    assert (folder / "thesis.txt").read_text() == "mine"
+
+
+def test_overwrite_keeps_what_a_user_added_or_changed(tmp_path: Path) -> None:
+    def check(kind: str = "model") -> None:
+        check_output_folder(tmp_path / "run", "--output-dir", overwrite=True, kind=kind)
+
+    make(tmp_path / "run")
+    with atomic_folder(tmp_path / "run" / "rows", "rows") as new:  # computed later, beside the files
+        (new / "rows.bin").write_text("rows")
+    (tmp_path / "run" / "README.md").write_text("a card")
+    check()
+    with pytest.raises(UserError, match="of kind model, not shards"):
+        check("shards")
+    added = tmp_path / "run" / "training" / "notes.txt"
+    added.write_text("mine")
+    for attempt in (check, lambda: make(tmp_path / "run")):
+        with pytest.raises(UserError, match=r"\(training/notes\.txt\)"):
+            attempt()
+    added.unlink()
+    added.symlink_to(tmp_path / "run" / "model.bin")
+    with pytest.raises(UserError, match=r"\(training/notes\.txt\)"):
+        check()
+    added.unlink()
+    (tmp_path / "run" / "rows" / "rows.bin").write_text("ROWS")
+    (tmp_path / "run" / "model.bin").write_text("two")
+    with pytest.raises(UserError, match=r"\(rows/rows\.bin, model\.bin\)"):
+        check()
+    check_output_folder(tmp_path / "run", "--output-dir", resume=True)  # writes damaged files again
+    make(tmp_path / "run", "two")
+    assert names(tmp_path / "run") == ["README.md", "manifest.json", "model.bin", "training"]
+
+
+@pytest.mark.parametrize("files", ["[]", '{"a": 1}', '{"../a": {"bytes": 0, "sha256": ""}}', '{"a": {"bytes": "0"}}'])
+def test_a_manifest_of_another_form_is_damage(files: str, tmp_path: Path) -> None:
+    make(tmp_path / "run")
+    (tmp_path / "run" / "manifest.json").write_text(f'{{"kind": "model", "files": {files}}}')
+    assert find_corruption(tmp_path / "run") == "manifest.json cannot be read"
+
+
 def test_checksum_is_sha256(tmp_path: Path) -> None:
     (tmp_path / "empty").write_bytes(b"")
     assert file_sha256(tmp_path / "empty") == "e3b0c44298fc1c149afbf4c8996fb92427ae41e4649b934ca495991b7852b855"

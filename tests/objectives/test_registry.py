@@ -134,7 +134,8 @@ class FakeShards(Shards):
     def __init__(self, folder: Path, lengths: list[int]) -> None:
         self.folder = folder
         self.offsets = np.cumsum([0, *lengths])
-        self.tokens = np.arange(TEXT, TEXT + self.num_tokens).astype(np.uint16)  # type: ignore[assignment]
+        self._tokens = np.arange(TEXT, TEXT + self.num_tokens).astype(np.uint16)  # type: ignore[assignment]
+        self._mapped_files = {}
 
     fingerprint = "fake"  # type: ignore[assignment]
 

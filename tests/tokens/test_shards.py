@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
 import re
+import shutil
 from collections.abc import Iterator
 from functools import cache
 from importlib import import_module
@@ -15,14 +17,16 @@ import numpy as np
 import pytest
 
 from firth.core.errors import UserError
-from firth.core.files import read_json
+from firth.core.files import file_sha256, read_json, write_json
 from firth.text import Document, SalientSpanFinder, is_held_out
 from firth.text.salient_spans import find_salient_spans
 from firth.tokens import boundaries
 from firth.tokens.boundaries import sentence_end_offsets
 from firth.tokens.builders import TOKENIZER_KINDS
+from firth.tokens.dataset import PackedDataset
 from firth.tokens.prepare import prepare
 from firth.tokens.shards import Shards, is_shards_folder, open_shards
+from firth.tokens.template import SequenceTemplate
 from firth.tokens.tokenizer import Tokenizer, load_tokenizer
 from firth.tokens.train import train_tokenizer
 
@@ -54,7 +58,6 @@ def test_shards_hold_what_the_tokenizer_gives(tokenizer: Tokenizer, tmp_path: Pa
     assert split(opened.held_out) == [tokenizer.encode(t) for t in aside]
     assert opened.train.tokens.dtype == np.uint16
     assert opened.tokenizer.fingerprint == tokenizer.fingerprint
-    opened.verify()
 
     assert opened.manifest == facts
     assert (facts["documents"], facts["duplicates"]) == (60, 0)
@@ -412,12 +415,104 @@ def test_damage_is_found(tokenizer: Tokenizer, tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"tokens\.bin has .* bytes, not"):
         open_shards(tmp_path / "s")
     file.write_bytes(data[:-2] + b"\0\1")
-    opened = open_shards(tmp_path / "s")
-    with pytest.raises(UserError, match="does not match its checksum"):
-        opened.verify()
+    with pytest.raises(
+        UserError, match=r"damaged: train/tokens\.bin does not match its checksum\. Restore .* --resume"
+    ):
+        open_shards(tmp_path / "s")
     file.unlink()
     with pytest.raises(UserError, match=r"tokens\.bin is missing"):
         open_shards(tmp_path / "s")
+
+
+def seal(folder: Path) -> None:
+    """Write the manifest of shards again, as if they had been made as they are now."""
+    manifest = read_json(folder / "manifest.json")
+    for name in manifest["files"]:
+        manifest["files"][name] = {"bytes": (folder / name).stat().st_size, "sha256": file_sha256(folder / name)}
+    write_json(folder / "manifest.json", manifest)
+
+
+def test_wrong_ids_and_offsets_are_found(tokenizer: Tokenizer, tmp_path: Path) -> None:
+    """Shards whose checksums are right, but not their content."""
+    prepare(documents(TEXTS), tokenizer, tmp_path / "s")
+    part, files = tmp_path / "s" / "train", read_json(tmp_path / "s" / "manifest.json")["files"]
+    tokens, offsets = np.fromfile(part / "tokens.bin", np.uint16), np.load(part / "offsets.npy")
+    wrong: list[tuple[np.ndarray, np.ndarray, str]] = [
+        (np.where(np.arange(len(tokens)) == 7, 300, tokens), offsets, "has the id 300, not one of 300"),
+        (tokens, offsets[[0, 2, 1, *range(3, len(offsets))]], "offsets that decrease"),
+        (tokens, offsets[:-1], "counts .* tokens"),
+        (tokens, offsets + 1, "begins with 0"),
+        (tokens, offsets.astype(np.int32), "array of int64"),
+    ]
+    for ids, ends, message in wrong:
+        (part / "tokens.bin").write_bytes(ids.astype(np.uint16).tobytes())
+        np.save(part / "offsets.npy", ends)
+        seal(tmp_path / "s")
+        with pytest.raises(UserError, match=rf"damaged: train/.*{message}"):
+            open_shards(tmp_path / "s")
+    for name in ("train/tokens.bin", "held_out/offsets.npy"):
+        write_json(tmp_path / "s" / "manifest.json", {"kind": "shards", "files": files, "metadata": {}})
+        with pytest.raises(UserError, match="no counts of documents"):
+            open_shards(tmp_path / "s")
+        facts = {part: {"documents": 1} for part in ("train", "held_out")}
+        listed = {other: fact for other, fact in files.items() if other != name}
+        write_json(tmp_path / "s" / "manifest.json", {"kind": "shards", "files": listed, "metadata": facts})
+        with pytest.raises(UserError, match=f"does not list {name}"):
+            open_shards(tmp_path / "s")
+
+
+@pytest.mark.parametrize("writable", [True, False])
+def test_shards_are_verified_once(
+    tokenizer: Tokenizer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, writable: bool
+) -> None:
+    module, read = import_module("firth.tokens.shards"), []
+    monkeypatch.setattr(module, "MIN_VERIFIED_AGE_NS", 0)
+    defect = module.find_file_defect
+    monkeypatch.setattr(module, "find_file_defect", lambda *given: read.append(given[1]) or defect(*given))
+    if not writable:
+        monkeypatch.setattr(module, "write_json", lambda *given: (_ for _ in ()).throw(PermissionError()))
+    prepare(documents(TEXTS), tokenizer, tmp_path / "s")
+    for _ in range(2):
+        open_shards(tmp_path / "s")
+    num = len(read_json(tmp_path / "s" / "manifest.json")["files"])
+    assert len(read) == num
+    assert (tmp_path / "s" / ".verified.json").exists() == writable
+    module.verified_in_process.clear()  # as in another process
+    open_shards(tmp_path / "s")
+    assert len(read) == (num if writable else 2 * num)
+    file = tmp_path / "s" / "train" / "tokens.bin"
+    before, data = file.stat(), file.read_bytes()
+    file.write_bytes(bytes(len(data)))
+    os.utime(file, ns=(before.st_atime_ns, before.st_mtime_ns))  # as a broken disk would: size and time are the same
+    with pytest.raises(UserError, match=r"tokens\.bin does not match"):
+        open_shards(tmp_path / "s")
+    shutil.copytree(tmp_path / "s", tmp_path / "copy")
+    with pytest.raises(UserError, match=r"tokens\.bin does not match"):
+        open_shards(tmp_path / "copy")
+    (tmp_path / "s" / ".verified.json").write_bytes(b"\xff")
+    file.write_bytes(data)
+    open_shards(tmp_path / "s")
+
+
+@pytest.mark.parametrize("name", ["tokens.bin", "offsets.npy", "sentences.bin", "rows"])
+def test_a_file_that_is_cut_is_an_error(tokenizer: Tokenizer, tmp_path: Path, name: str) -> None:
+    """Reading a mapped file behind its end would end the process."""
+    prepare(documents(TEXTS), tokenizer, tmp_path / "s")
+    train = open_shards(tmp_path / "s").train
+    for _ in range(2):  # computed, then mapped
+        dataset = PackedDataset(train, 32, SequenceTemplate((1,), (2,)), 0, 0, token_bits=("sentence_end",))
+    before = dataset.get_rows(np.arange(4)).input_ids
+    file = next(train.folder.glob("rows-*/piece_start.npy")) if name == "rows" else train.folder / name
+    content = file.read_bytes()
+    os.truncate(file, 10)
+    with pytest.raises(UserError, match=rf"{file.name} was cut from {len(content):,} to 10 bytes"):
+        dataset.get_rows(np.arange(4))
+    with pytest.raises(UserError, match="was cut"):
+        train.tokens[:5].tolist()
+    file.write_bytes(content)
+    assert dataset.get_rows(np.arange(4)).input_ids.tolist() == before.tolist()
+    shutil.rmtree(tmp_path / "s")  # mapped files outlive their names
+    assert dataset.get_rows(np.arange(4)).input_ids.tolist() == before.tolist()
 
 
 def test_other_folders_are_no_shards(tmp_path: Path) -> None:

@@ -14,7 +14,7 @@ from firth.train.log import RunLog, read_log
 
 def leave_a_run(folder: Path) -> None:
     """The files that a run leaves when it is killed while writing."""
-    for name in ("recipe.yaml", "log.jsonl", "results.json", ".recipe.yaml.tmp"):
+    for name in (".lock", "recipe.yaml", "log.jsonl", "results.json", ".recipe.yaml.tmp"):
         (folder / name).write_text("x")
     for name in ("final", "checkpoint-2", "data", "seed-0/final", "seed-0/checkpoint-1"):
         with atomic_folder(folder / name) as new:
@@ -131,6 +131,31 @@ def test_foreign_files_are_never_touched(name: str, word: str, tmp_path: Path) -
     ):
         pass
     assert file.read_text() == "mine"
+
+
+@pytest.mark.parametrize("name", ["data/manifest.json", "checkpoint-1/book.txt", "results.json", ".notes.part"])
+def test_names_of_a_run_do_not_make_files_ours(name: str, tmp_path: Path) -> None:
+    """Neither a manifest of another program nor a file of the same name without a run is removed."""
+    (tmp_path / name).parent.mkdir(exist_ok=True)
+    (tmp_path / name).write_text('{"files": {"manifest.json": {}}}')
+    with pytest.raises(UserError, match="no run of Firth wrote"), run_folder(tmp_path, overwrite=True):
+        pass
+    assert (tmp_path / name).exists()
+
+
+def test_changed_files_of_a_run_stay(tmp_path: Path) -> None:
+    leave_a_run(tmp_path)
+    (tmp_path / "final" / "file").write_text("y")
+    with pytest.raises(UserError, match=r"changed since \(final\)"), run_folder(tmp_path, overwrite=True):
+        pass
+    assert (tmp_path / "data" / "file").exists()
+
+
+def test_overwrite_removes_a_mix(tmp_path: Path) -> None:
+    with run_folder(tmp_path / "run") as folder, atomic_folder(folder / "data" / "en", "shards") as new:
+        (new / "file").write_text("x")
+    with run_folder(tmp_path / "run", overwrite=True) as folder:
+        assert [p.name for p in folder.iterdir()] == [".lock"]
 
 
 def test_foreign_files_do_not_block_a_resume(tmp_path: Path) -> None:

@@ -13,11 +13,13 @@ import hashlib
 import json
 import math
 import os
+import re
 import shutil
 import stat
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
-from pathlib import Path
+from itertools import islice
+from pathlib import Path, PurePosixPath
 from typing import IO, TYPE_CHECKING, Any
 
 from firth.core.errors import UserError, quote
@@ -28,6 +30,10 @@ if TYPE_CHECKING:
     import numpy as np
 
 MANIFEST_FILE = "manifest.json"
+# What a folder holds. Its manifest says so: --overwrite replaces a folder of the same kind only.
+KINDS = ("model", "adapter", "weights", "tokenizer", "shards", "rows", "vectors", "counts", "phrases")
+PID_SUFFIX = re.compile(r"\.\d+\.tmp")  # of a temporary folder of one process
+VERIFIED_FILE = ".verified.json"  # sizes and times of shards whose content was verified (tokens/shards.py)
 MODEL_CARD_FILE = "README.md"  # people edit it: replacing a folder keeps it, and a changed one is not foreign
 
 
@@ -180,14 +186,17 @@ def file_sha256(path: Path) -> str:
 
 
 @contextmanager
-def atomic_folder(path: Path, partial_folder: Path | None = None, **metadata: Any) -> Iterator[Path]:
+def atomic_folder(
+    path: Path, kind: str = "model", partial_folder: Path | None = None, **metadata: Any
+) -> Iterator[Path]:
     """Write a folder under a temporary name; on success fsync it, add the manifest, and rename it to `path`.
 
-    `metadata` is stored in the manifest beside `files`. A crash leaves a `.NAME.tmp`, which the next writer removes.
-    An existing folder is replaced, unless it holds foreign files. `partial_folder` is an existing folder to finish
-    under the name `path`; it is kept when an error occurs.
+    `kind` and `metadata` are stored in the manifest beside `files`. A crash leaves a `.NAME.tmp`, which the next writer
+    removes. An existing folder is replaced, unless it holds foreign files; damaged files of its own are replaced too.
+    `partial_folder` is an existing folder to finish under the name `path`; it is kept when an error occurs.
     """
-    check_no_foreign_files(path)
+    assert kind in KINDS, kind
+    check_no_foreign_files(path, kind, compare_content=False)
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = partial_folder or path.with_name(f".{path.name}.tmp")
     if partial_folder is None:
@@ -208,7 +217,7 @@ def atomic_folder(path: Path, partial_folder: Path | None = None, **metadata: An
             finally:
                 os.close(fd)
             files[file.relative_to(temporary).as_posix()] = {"bytes": file.stat().st_size, "sha256": file_sha256(file)}
-        write_json(temporary / MANIFEST_FILE, {**metadata, "files": files})
+        write_json(temporary / MANIFEST_FILE, {"kind": kind, **metadata, "files": files})
         if (path / MODEL_CARD_FILE).is_file() and MODEL_CARD_FILE not in files:
             write_bytes(temporary / MODEL_CARD_FILE, (path / MODEL_CARD_FILE).read_bytes())
         for folder in [p for p in temporary.rglob("*") if p.is_dir()]:
@@ -269,31 +278,50 @@ def swap_folder(temporary: Path, path: Path) -> None:
 
 def find_corruption(folder: Path) -> str | None:
     """Return the first defect of a folder that `atomic_folder` wrote, or None if every file matches the manifest."""
-    manifest = folder / MANIFEST_FILE
-    if not manifest.is_file():
-        return f"{manifest.name} is missing"
+    if not (folder / MANIFEST_FILE).is_file():
+        return f"{MANIFEST_FILE} is missing"
     try:
-        files = read_json(manifest)["files"]
-    except (UserError, KeyError, TypeError):
-        return f"{manifest.name} cannot be read"
-    for name, fact in files.items():
-        file = folder / name
-        if not file.is_file():
-            return f"{name} is missing"
-        if file.stat().st_size != fact["bytes"]:
-            return f"{name} has {file.stat().st_size} bytes, not {fact['bytes']}"
-        if file_sha256(file) != fact["sha256"]:
-            return f"{name} does not match its checksum"
-    return None
+        files = read_manifest(folder)["files"]
+    except UserError:
+        return f"{MANIFEST_FILE} cannot be read"
+    return next((problem for name in files if (problem := find_file_defect(folder, name, files[name]))), None)
 
 
-def check_output_folder(path: Path, noun: str, overwrite: bool = False) -> None:
+def find_file_defect(folder: Path, name: str, fact: Mapping[str, Any]) -> str | None:
+    """Return how a file differs from its entry in a manifest, or None."""
+    file = folder / name
+    if not file.is_file():
+        return f"{name} is missing"
+    if (size := file.stat().st_size) != fact["bytes"]:
+        return f"{name} has {size} bytes, not {fact['bytes']}"
+    return None if file_sha256(file) == fact["sha256"] else f"{name} does not match its checksum"
+
+
+def read_manifest(folder: Path) -> dict[str, Any]:
+    """Read the manifest of a folder; raise a UserError if it does not have the form that `atomic_folder` writes."""
+    manifest = read_json(folder / MANIFEST_FILE)
+    files = manifest.get("files") if isinstance(manifest, dict) else None
+    if not isinstance(files, dict) or not all(is_manifest_entry(name, fact) for name, fact in files.items()):
+        raise UserError(f"{folder / MANIFEST_FILE} is not a manifest that Firth wrote.")
+    return dict(manifest)
+
+
+def is_manifest_entry(name: str, fact: Any) -> bool:
+    """Whether an entry of a manifest names a file inside of the folder, with its size and checksum."""
+    inside = bool(name) and not PurePosixPath(name).is_absolute() and ".." not in PurePosixPath(name).parts
+    return inside and isinstance(fact, dict) and type(fact.get("bytes")) is int and type(fact.get("sha256")) is str
+
+
+def check_output_folder(
+    path: Path, noun: str, overwrite: bool = False, kind: str = "model", resume: bool = False
+) -> None:
     """Raise a UserError, before any work is done, if `path` exists or cannot be written.
 
-    `overwrite` allows a folder that Firth wrote, but never one with foreign files.
+    `overwrite` allows a folder of this kind that Firth wrote, but none with foreign or changed files. `resume` also
+    allows damaged files, which it writes again.
     """
-    if overwrite:
-        check_no_foreign_files(path)
+    if overwrite or resume:
+        check_no_foreign_files(path, kind, compare_content=not resume)
     elif not is_missing_or_empty(path):
         raise UserError(f"{path} exists already. Name another {noun}, or pass --overwrite.")
     check_writable(path)
@@ -304,22 +332,51 @@ def is_missing_or_empty(path: Path) -> bool:
     return not path.exists() or (path.is_dir() and not any(path.iterdir()))
 
 
-def check_no_foreign_files(path: Path) -> None:
-    """Raise a UserError if a folder holds files that `atomic_folder` did not write, so that a typo loses no data."""
+def check_no_foreign_files(path: Path, kind: str, compare_content: bool = True) -> None:
+    """Raise a UserError if replacing a folder would lose anything that `atomic_folder` did not write there."""
     if not path.exists():
         return
     if not path.is_dir():
         raise UserError(f"{path} is a file; a folder is needed. Name another one.")
-    try:
-        known = {name.split("/")[0] for name in read_json(path / MANIFEST_FILE)["files"]}
-        known |= {MANIFEST_FILE, MODEL_CARD_FILE}
-    except (UserError, KeyError, TypeError):
-        known = set()
-    if foreign := sorted(p.name for p in path.iterdir() if p.name not in known):
+    if foreign := list(islice(iter_foreign_files(path, compare_content), 3)):
         raise UserError(
-            f"{path} holds files that Firth did not write ({', '.join(foreign[:3])}): it is not replaced. "
-            "Name another folder, or move them away."
+            f"{path} holds files that Firth did not write, or that were changed since ({', '.join(foreign)}): it is "
+            "not replaced. Name another folder, or move them away."
         )
+    if (path / MANIFEST_FILE).is_file() and (found := read_manifest(path)["kind"]) != kind:
+        raise UserError(
+            f"{path} is of kind {found}, not {kind}: it is not replaced. Name another folder, or remove it."
+        )
+
+
+def iter_foreign_files(folder: Path, compare_content: bool = True) -> Iterator[str]:
+    """Yield the files in a folder that no manifest of ours lists, or that have another content than it says.
+
+    A manifest of another program, or of another form, lists nothing. Folders inside may have manifests of their own,
+    such as rows beside shards. Firth makes no links, so a link is foreign.
+    """
+    try:
+        manifest = read_manifest(folder)
+    except (UserError, OSError):
+        manifest = {}
+    is_ours = manifest.get("kind") in KINDS
+    files = manifest["files"] if is_ours else {}
+    own = {MANIFEST_FILE, MODEL_CARD_FILE, VERIFIED_FILE} if is_ours else set()
+    for parent, folders, names in os.walk(folder):
+        here = Path(parent)
+        for inner in sorted(here / name for name in folders):
+            if inner.is_symlink():
+                yield inner.relative_to(folder).as_posix()
+            elif is_ours and PID_SUFFIX.search(inner.name):
+                folders.remove(inner.name)
+            elif (inner / MANIFEST_FILE).is_file():
+                folders.remove(inner.name)
+                names_inside = iter_foreign_files(inner, compare_content)
+                yield from ((inner / name).relative_to(folder).as_posix() for name in names_inside)
+        for file in sorted((here / name).relative_to(folder).as_posix() for name in names):
+            listed = file in own or (file in files and not (folder / file).is_symlink())
+            if not listed or (compare_content and file in files and find_file_defect(folder, file, files[file])):
+                yield file
 
 
 def check_writable(path: Path) -> None:

@@ -68,7 +68,7 @@ def write_vectors(vectors: WordVectors, folder: Path, file_format: str) -> list[
     names = ["vectors.txt", "vectors.bin"] if file_format == "word2vec" else ["vectors.txt"]
     header = f"{len(vectors.words)} {vectors.vectors_ND.shape[1]}\n"
     rows = zip(vectors.words, vectors.vectors_ND, strict=True)
-    with atomic_folder(folder) as temporary:
+    with atomic_folder(folder, "vectors") as temporary:
         with create_file(temporary / "vectors.txt") as file:
             file.write(header.encode() if file_format == "word2vec" else b"")
             for word, vector_D in track(rows, "writing vectors", "words", len(vectors.words)):

@@ -59,6 +59,7 @@ from firth.tasks import FinetuneRecipe, finetune, plan_finetuning
 from firth.text import HELD_OUT_FRACTION, Corpus, is_held_out, read_labelled
 from firth.text.python_docs import PYDOCS_TEST_NAME
 from firth.tokens import ShardSet, open_shards, prepare, train_tokenizer
+from firth.tokens.shards import find_shard_damage
 from firth.train import Recipe, load_recipe, pretrain, read_log, run_folder, token_loss_name
 from firth.train.clock import RunClock
 from firth.train.compute import load_average
@@ -292,7 +293,7 @@ class ArchitectureRun:
     def prepare(self, corpus: Corpus, stride: int) -> ShardSet:
         """Train a tokenizer and write shards of every `stride`-th document. Unigram trains slowly: it gets fewer."""
         data_folder = self.folder / "data"
-        if find_corruption(data_folder) is not None:
+        if find_shard_damage(data_folder) is not None:
             kind = DEFAULT_TOKENIZERS[self.setup.model.architecture]
             texts = (d.text for d in islice(corpus, 0, None, 8 if kind == "unigram" else stride))
             tokenizer = train_tokenizer(texts, kind, QUICKSTART_VOCAB_SIZE, lowercase=kind == "wordpiece")

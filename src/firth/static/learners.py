@@ -274,7 +274,7 @@ def count_cooccurrences(shards: Shards, word_vocab: WordVocabulary, recipe: GloV
 
     if find_corruption(folder) is not None:
         max_records = max(int(recipe.memory * 2**30 / 64), 2**16)  # sorting needs about five times a record's size
-        with atomic_folder(folder) as temporary:
+        with atomic_folder(folder, "counts") as temporary:
             glove.count_records(iter_cooccurrences(), temporary, "records", max_records)
     if not records_file.stat().st_size:
         raise UserError(

@@ -106,7 +106,7 @@ def join_phrases(
                 yield key[:n].copy(), value[:n].copy()
                 shown.advance(len(words_W))
 
-    with atomic_folder(folder) as temporary:
+    with atomic_folder(folder, "phrases") as temporary:
         records = np.array(glove.open_records(glove.count_records(found(), temporary, "pairs", 2**25)))
         (temporary / "pairs.bin").unlink()
         scale = len(records) + int(word_vocab.is_word.sum())

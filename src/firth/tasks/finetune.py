@@ -758,7 +758,7 @@ def save_seed_model(recipe: FinetuneRecipe, task: Task, model: Model, seed_folde
     """Write `final/` and, with LoRA, `adapter/` in the format of peft."""
     if recipe.lora is not None:
         try:
-            with atomic_folder(seed_folder / "adapter") as temporary:
+            with atomic_folder(seed_folder / "adapter", "adapter") as temporary:
                 write_adapter(model, recipe.lora, recipe.checkpoint, temporary)
         except UserError as e:
             say(f"no adapter/: {e}")

@@ -19,7 +19,15 @@ import numpy as np
 
 from firth.core.console import format_count, say, warn
 from firth.core.errors import UserError, quote, shorten
-from firth.core.files import MANIFEST_FILE, atomic_folder, read_object, read_utf8, write_results, write_text
+from firth.core.files import (
+    MANIFEST_FILE,
+    atomic_folder,
+    read_manifest,
+    read_object,
+    read_utf8,
+    write_results,
+    write_text,
+)
 from firth.core.parse import parse_json
 from firth.metrics import (
     AdditiveScore,
@@ -181,7 +189,7 @@ def index_of_best(values: Sequence[float]) -> int:
 
 
 def copy_folder(source: Path, target: Path) -> None:
-    with atomic_folder(target) as temporary:
+    with atomic_folder(target, read_manifest(source)["kind"]) as temporary:
         for path in sorted(source.rglob("*")):
             copy = temporary / path.relative_to(source)
             if path.is_dir():

@@ -134,6 +134,7 @@ class RowDataset:
 
     def get_rows(self, indices: np.ndarray) -> Rows:
         """Return the rows at these indices of the stream."""
+        self.shards.check_not_cut()
         index_B = np.asarray(indices, dtype=np.int64)
         epoch_B, row_B = np.divmod(index_B, self.num_rows)
         if self.shuffle:

@@ -134,7 +134,7 @@ def finish_shards(
     train, held_out = writer.part_writers
     facts: dict[str, Any] = {}
     near = reader.duplicate_filter.near_dedup
-    with atomic_folder(path, partial_folder=writer.folder, kind="shards", metadata=facts):
+    with atomic_folder(path, "shards", writer.folder, metadata=facts):
         for part in writer.part_writers:
             part.finish()
             part.close()

@@ -174,6 +174,7 @@ class SegmentStreamDataset(StreamDataset):
 
     def get_rows(self, indices: np.ndarray) -> Rows:
         """Return the rows at these indices of the stream of rows."""
+        self.shards.check_not_cut()
         index_B = np.asarray(indices, dtype=np.int64)
         epoch_B, epoch_step_B, _, first_B = self._locate_rows(index_B)
         R, n = self.stride, self.max_pair_tokens

@@ -1,7 +1,6 @@
 """Token shards, opened for reading.
 
-A part ("train" or "held_out") is a folder of flat files, all memory-mapped, so opening it costs nothing and processes
-share its pages:
+A part ("train" or "held_out") is a folder of flat files, all memory-mapped, so processes share its pages:
 
     tokens.bin                              uint16, or uint32 for more than 65,536 ids; no special tokens
     offsets.npy                             (documents + 1,) int64: document d is tokens offsets[d] up to offsets[d + 1]
@@ -9,6 +8,14 @@ share its pages:
     splits.npy                              tokens of the first side, for documents with two sides
 
 `manifest.json` in the folder above has counts, checksums and the fingerprint of the tokenizer.
+
+Damaged shards would train a bad model without an error: a file of zeros is a text that is easy to predict. So the first
+opening reads all files and verifies checksums, offsets and token ids. The result is stored beside them, with the size
+and the times of every file: while these stay the same, opening costs a few calls of `stat`. Copied or changed files are
+verified again, and so are shards in a folder that cannot be written, once per process.
+
+A memory-mapped file that another program cuts must not be read behind its new end: the system would end the process
+(SIGBUS). `Shards.check_not_cut` compares the sizes before each batch.
 """
 
 from __future__ import annotations
@@ -16,7 +23,9 @@ from __future__ import annotations
 import hashlib
 import os
 import shutil
-from collections.abc import Callable, Collection
+import time
+from collections.abc import Callable, Collection, Iterable
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -26,12 +35,27 @@ import numpy as np
 
 from firth.core.console import format_count, say
 from firth.core.errors import UserError
-from firth.core.files import MANIFEST_FILE, atomic_folder, find_corruption, read_json, write_npy
+from firth.core.files import (
+    MANIFEST_FILE,
+    VERIFIED_FILE,
+    atomic_folder,
+    find_corruption,
+    find_file_defect,
+    format_bytes,
+    read_json,
+    read_manifest,
+    write_json,
+    write_npy,
+)
+from firth.tokens.shard_writer import SHARD_PARTS
 from firth.tokens.tokenizer import Tokenizer, load_tokenizer
 
 # tokenizers that split at word boundaries
 WORD_AWARE_KINDS = ("wordpiece", "bpe", "byte-bpe", "unigram", "char", "elmo-characters", "word")
 MAX_MEAN_WORD_TOKENS = 20  # tokens per word on average: more means that the tokenizer does not see word boundaries
+MIN_VERIFIED_AGE_NS = 10**8  # a file that changed later may change again without a new time: file systems round it
+MIN_ANNOUNCED_BYTES = 10**9  # of shards whose verification takes some seconds
+VERIFY_BLOCK = 2**24  # offsets or tokens that are checked at once
 SENTENCE_BLOCK_TOKENS = 2**24  # tokens whose sentence ends are unpacked at once
 TOKEN_BIT_FILES = {"word_start": "words", "sentence_end": "sentences", "salient": "salient"}  # bit -> name of its file
 
@@ -44,9 +68,36 @@ class Shards:
         self.offsets: np.ndarray = np.load(self.folder / "offsets.npy", mmap_mode="r")
         size = (self.folder / "tokens.bin").stat().st_size
         dtype = np.uint16 if size == 2 * self.num_tokens else np.uint32
-        self.tokens = np.memmap(self.folder / "tokens.bin", dtype=dtype, mode="r", shape=(self.num_tokens,))
+        self._tokens = np.memmap(self.folder / "tokens.bin", dtype=dtype, mode="r", shape=(self.num_tokens,))
         files = {bit: self.folder / f"{name}.bin" for bit, name in TOKEN_BIT_FILES.items()}
         self._packed_bits = {bit: np.memmap(f, dtype=np.uint8, mode="r") for bit, f in files.items() if f.is_file()}
+        self._mapped_files: dict[Path, os.stat_result] = {}
+        self.watch_files(
+            [self.folder / "offsets.npy", self.folder / "tokens.bin", *filter(Path.is_file, files.values())]
+        )
+
+    @property
+    def tokens(self) -> np.ndarray:
+        """Ids of all tokens, (num_tokens,)."""
+        self.check_not_cut()
+        return self._tokens
+
+    def watch_files(self, files: Iterable[Path]) -> None:
+        """Let `check_not_cut` watch memory-mapped files."""
+        self._mapped_files |= {file: file.stat() for file in files}
+
+    def check_not_cut(self) -> None:
+        """Raise a UserError if a mapped file has become shorter. A file that was replaced or removed stays mapped."""
+        for file, before in self._mapped_files.items():
+            try:
+                now = file.stat()
+            except OSError:
+                continue
+            if now.st_size < before.st_size and (now.st_ino, now.st_dev) == (before.st_ino, before.st_dev):
+                raise UserError(
+                    f"{file} was cut from {before.st_size:,} to {now.st_size:,} bytes while it was read. Stop the "
+                    "program that writes to it, restore the file or prepare the text again, and resume with --resume."
+                )
 
     @property
     def num_documents(self) -> int:
@@ -170,12 +221,6 @@ class ShardSet:
     def unigram_entropy(self) -> float:
         return float(self.manifest["unigram_entropy"])
 
-    def verify(self) -> None:
-        """Read all files and compare them with the checksums."""
-        problem = find_corruption(self.folder)
-        if problem:
-            raise UserError(f"{self.folder} is damaged: {problem}. Prepare it again.")
-
 
 def is_shards_folder(folder: str | Path) -> bool:
     """Whether `prepare` wrote this folder."""
@@ -185,15 +230,18 @@ def is_shards_folder(folder: str | Path) -> bool:
 
 
 def open_shards(folder: str | Path) -> ShardSet:
-    """Open a folder that `prepare` wrote. Checks file sizes; `verify` checks contents."""
+    """Open a folder that `prepare` wrote; raise a UserError if a file is damaged."""
     folder = Path(folder)
     if not is_shards_folder(folder):
         raise UserError(
             f"{folder} is not a shards folder: it has no {MANIFEST_FILE} of one. Make one with `firth prepare`."
         )
-    manifest = read_json(folder / MANIFEST_FILE)
-    check_file_sizes(folder, manifest["files"])
-    facts = manifest["metadata"]
+    if problem := find_shard_damage(folder):
+        raise UserError(
+            f"{folder} is damaged: {problem}. Restore it from a copy, or repeat the command that made it with "
+            "--resume: it prepares the text again."
+        )
+    facts = read_manifest(folder)["metadata"]
     return ShardSet(
         folder=folder,
         train=Shards(folder / "train"),
@@ -203,13 +251,87 @@ def open_shards(folder: str | Path) -> ShardSet:
     )
 
 
-def check_file_sizes(folder: Path, files: dict[str, dict[str, Any]]) -> None:
-    for name, fact in files.items():
-        file = folder / name
-        size = file.stat().st_size if file.is_file() else None
-        if size != fact["bytes"]:
-            state = "is missing" if size is None else f"has {format_count(size, 'byte')}, not {fact['bytes']:,}"
-            raise UserError(f"{folder} is damaged: {name} {state}. Prepare it again.")
+# --- verification ---------------------------------------------------------------------------------------------------
+
+verified_in_process: dict[Path, dict[str, list[int]]] = {}  # for folders that cannot be written
+
+
+def find_shard_damage(folder: Path) -> str | None:
+    """Return the first defect of a shards folder, or None; files that have not changed since are not read again."""
+    try:
+        manifest = read_manifest(folder)
+        names = [MANIFEST_FILE, *manifest["files"]]
+        if missing := next((name for name in names if not (folder / name).is_file()), None):
+            return f"{missing} is missing"
+        state = file_states(folder, names)
+        if state == verified_in_process.get(folder.absolute()) or state == read_verified(folder):
+            return None
+        problem = find_content_damage(folder, manifest)
+    except (UserError, OSError) as e:
+        return str(e).rstrip(".")
+    if problem is None and time.time_ns() - max(map(max, (s[1:] for s in state.values()))) > MIN_VERIFIED_AGE_NS:
+        remember_verified(folder, state)
+    return problem
+
+
+def find_content_damage(folder: Path, manifest: dict[str, Any]) -> str | None:
+    """Read all files: compare checksums, then check that offsets increase and that token ids are in the vocabulary."""
+    files, facts = manifest["files"], manifest.get("metadata")
+    counts = [facts.get(part) if isinstance(facts, dict) else None for part in SHARD_PARTS]
+    if not all(isinstance(count, dict) and type(count.get("documents")) is int for count in counts):
+        return f"{MANIFEST_FILE} has no counts of documents"
+    total = sum(fact["bytes"] for fact in files.values())
+    if total > MIN_ANNOUNCED_BYTES:
+        say(f"verifying {folder} ({format_bytes(total)}): once, until a file changes")
+    needed = [f"{part}/{name}" for part in SHARD_PARTS for name in ("tokens.bin", "offsets.npy")]
+    if unlisted := next((name for name in needed if name not in files), None):
+        return f"{MANIFEST_FILE} does not list {unlisted}"
+    if problem := next((problem for name in files if (problem := find_file_defect(folder, name, files[name]))), None):
+        return problem
+    vocab_size = load_tokenizer(folder / "tokenizer").vocab.size
+    return next((problem for part in SHARD_PARTS if (problem := find_part_damage(folder, part, vocab_size))), None)
+
+
+def find_part_damage(folder: Path, part: str, vocab_size: int) -> str | None:
+    try:
+        offsets: np.ndarray = np.load(folder / part / "offsets.npy", mmap_mode="r")
+    except ValueError as e:
+        return f"{part}/offsets.npy cannot be read ({e})"
+    if offsets.ndim != 1 or offsets.dtype != np.int64 or not len(offsets) or offsets[0]:
+        return f"{part}/offsets.npy is not an array of int64 that begins with 0"
+    for start in range(0, len(offsets), VERIFY_BLOCK):
+        if (np.diff(offsets[start : start + VERIFY_BLOCK + 1]) < 0).any():
+            return f"{part}/offsets.npy has offsets that decrease"
+    size, num_tokens = (folder / part / "tokens.bin").stat().st_size, int(offsets[-1])
+    if size not in (2 * num_tokens, 4 * num_tokens):
+        return f"{part}/tokens.bin has {format_count(size, 'byte')}, and offsets.npy counts {num_tokens:,} tokens"
+    if not size:
+        return None
+    tokens = np.memmap(folder / part / "tokens.bin", np.uint16 if size == 2 * num_tokens else np.uint32, mode="r")
+    largest = max(int(tokens[start : start + VERIFY_BLOCK].max()) for start in range(0, num_tokens, VERIFY_BLOCK))
+    return None if largest < vocab_size else f"{part}/tokens.bin has the id {largest:,}, not one of {vocab_size:,}"
+
+
+def file_states(folder: Path, names: Iterable[str]) -> dict[str, list[int]]:
+    """Return size, mtime and ctime of each file. Copying keeps the mtime, if asked to, and never the ctime."""
+    stats = {name: (folder / name).stat() for name in names}
+    return {name: [stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns] for name, stat in stats.items()}
+
+
+def read_verified(folder: Path) -> Any:
+    """Return the sizes and times that the last verification stored; None without them."""
+    try:
+        return read_json(folder / VERIFIED_FILE)
+    except (UserError, OSError):
+        return None
+
+
+def remember_verified(folder: Path, state: dict[str, list[int]] | None = None) -> None:
+    """Store that the files of shards are whole, by default as they are now."""
+    state = state or file_states(folder, [MANIFEST_FILE, *read_manifest(folder)["files"]])
+    verified_in_process[folder.absolute()] = state
+    with suppress(OSError):  # shards may lie in a folder that only others can write
+        write_json(folder / VERIFIED_FILE, state)
 
 
 # --- arrays computed from shards, stored beside them ---------------------------------------------------------------
@@ -222,8 +344,10 @@ def load_or_compute_arrays(
 ) -> ArraysT:
     """Memory-map the arrays in the folder `name` beside a part of shards; compute and store them if it is not whole."""
     folder = shards.folder / name
-    if find_corruption(folder) is None:
-        return array_type(*(np.load(folder / f"{field}.npy", mmap_mode="r") for field in array_type._fields))
+    files = [folder / f"{field}.npy" for field in array_type._fields]
+    if find_corruption(folder) is None and all(map(Path.is_file, files)):
+        shards.watch_files(files)
+        return array_type(*(np.load(file, mmap_mode="r") for file in files))
     arrays = compute()
     try:
         shutil.rmtree(folder, ignore_errors=True)
@@ -236,7 +360,7 @@ def load_or_compute_arrays(
 def save_arrays(arrays: NamedTuple, folder: Path) -> None:
     """Write arrays. Several processes may do so at once: each writes its own folder, and the first rename wins."""
     own_folder = folder.with_name(f"{folder.name}.{os.getpid()}")
-    with atomic_folder(own_folder) as temporary:
+    with atomic_folder(own_folder, "rows") as temporary:
         for name, array in arrays._asdict().items():
             write_npy(temporary / f"{name}.npy", array)
     try:

@@ -87,6 +87,7 @@ class StreamDataset(RowDataset):
 
     def get_rows(self, indices: np.ndarray) -> Rows:
         """Return the rows at these indices of the stream of rows."""
+        self.shards.check_not_cut()
         index_B = np.asarray(indices, dtype=np.int64)
         epoch_B, epoch_step_B, stream_B, first_B = self._locate_rows(index_B)
         position_BT = first_B[:, None] + np.arange(self.row_length)

@@ -250,7 +250,7 @@ def save_best(run_dir: Path, model: Model, step: int) -> None:
     folder = run_dir / f"best-{step}"
     if folder.exists() and find_corruption(folder) is not None:
         remove_folder(folder)
-    with translate_disk_errors(run_dir), atomic_folder(folder) as temporary:
+    with translate_disk_errors(run_dir), atomic_folder(folder, "weights") as temporary:
         save_file(trainable_state(model), temporary / TRAINABLE_WEIGHTS_FILE)
 
 

@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from firth.core.errors import UserError
-from firth.core.files import MANIFEST_FILE, check_writable, open_in_place, remove_path
+from firth.core.files import MANIFEST_FILE, check_writable, iter_foreign_files, open_in_place, remove_path
 from firth.train.checkpoint import remove_folder
 from firth.train.clock import CLOCK_FILE
 from firth.train.distributed import DistContext
@@ -115,10 +115,13 @@ def check_run_folder(path: Path, resume: bool, overwrite: bool, inputs: Sequence
         return
     if not (resume or overwrite):
         raise UserError(f"{path} exists already. --resume continues the run in it, --overwrite starts it again.")
-    foreign = sorted(p.name for p in path.iterdir() if not is_run_output(p))
-    if foreign and not (resume and (path / "recipe.yaml").is_file()):
+    if resume and (path / "recipe.yaml").is_file():
+        return
+    is_run = resume or (path / LOCK_FILE).exists()  # without it, files of these names are a user's
+    if foreign := sorted(p.name for p in path.iterdir() if not (is_run and is_run_output(p, not resume))):
         raise UserError(
-            f"{path} holds files that no run of Firth wrote ({', '.join(foreign[:3])}). Choose another --output-dir."
+            f"{path} holds files that no run of Firth wrote, or that were changed since ({', '.join(foreign[:3])}). "
+            "Choose another --output-dir, or move them away."
         )
     for needed in (Path(name) for name in inputs if name):
         if overwrite and not resume and needed.exists() and needed.resolve().is_relative_to(path.resolve()):
@@ -129,34 +132,44 @@ def has_only_prepared_data(path: Path) -> bool:
     """Whether a run stopped in this folder while it prepared its text, before training."""
     others = [p for p in path.iterdir() if p.name not in (*PREPARED_FILES, LOCK_FILE) and not is_leftover(p)]
     others = [p for p in others if not is_unfinished(p)]
-    return (path / "source.json").is_file() and not others and all(map(is_run_output, path.iterdir()))
+    return (
+        (path / "source.json").is_file()
+        and not others
+        and all(is_run_output(p, compare_content=False) for p in path.iterdir())
+    )
 
 
 def is_unfinished(p: Path) -> bool:
-    return any(p.match(pattern) for pattern in UNFINISHED_PATTERNS)
+    """Whether these are unfinished shards of a run, or their journal."""
+    return any(p.match(pattern) for pattern in UNFINISHED_PATTERNS) and has_output_name(p.with_name(p.stem[1:]))
 
 
 def is_leftover(p: Path) -> bool:
     """Whether a killed writer left this path: the temporary or the old name of a run's file or folder."""
-    return any(p.match(pattern) for pattern in LEFTOVER_PATTERNS) and is_output_name(p.stem.removeprefix("."))
+    return any(p.match(pattern) for pattern in LEFTOVER_PATTERNS) and has_output_name(p.with_name(p.stem[1:]))
 
 
-def is_output_name(name: str) -> bool:
+def has_output_name(p: Path) -> bool:
+    """Whether a run writes files or folders of this name; in `data` they have the names of the sources of a mix."""
     patterns = (*RUN_FILES, *RUN_FOLDERS, *STAGE_FOLDERS, "checkpoint-*")
-    return any(Path(name).match(pattern) for pattern in patterns)
+    in_mix = p.parent.name == "data" and not (p.parent / LOCK_FILE).exists()
+    return in_mix or any(p.match(pattern) for pattern in patterns)
 
 
-def is_run_output(p: Path) -> bool:
-    """Whether a run wrote this path, by its name. A folder is also checked by content: a user may use the same name."""
+def is_run_output(p: Path, compare_content: bool = True) -> bool:
+    """Whether a run wrote this path: a file by its name, a folder by its name and its manifest.
+
+    `compare_content` reads the files of folders and compares them with the checksums of the manifest.
+    """
     if is_leftover(p) or is_unfinished(p):
         return True
-    if not p.is_dir():
-        return p.name in RUN_FILES
-    if p.name.startswith("checkpoint-") and p.name.removeprefix("checkpoint-").isdecimal():
-        return True
-    if not any(p.match(pattern) for pattern in (*RUN_FOLDERS, *STAGE_FOLDERS)):
+    if p.is_symlink() or not p.is_dir():
+        return p.name in RUN_FILES and not p.is_symlink()
+    if not has_output_name(p):
         return False
-    return (p / MANIFEST_FILE).is_file() or all(map(is_run_output, p.iterdir()))
+    if (p / MANIFEST_FILE).exists() or p.match("checkpoint-*"):
+        return next(iter_foreign_files(p, compare_content), None) is None
+    return all(is_run_output(inner, compare_content) for inner in p.iterdir())
 
 
 def clear_run_folder(path: Path) -> None:
