@@ -417,6 +417,17 @@ def report_errors() -> Iterator[None]:
         warn(f"the report could not be written ({type(e).__name__}: {e}). The run itself is not affected.")
 
 
+def plan(fit: Sequence[str | Path], output_dir: str | Path = ".", overwrite: bool = False) -> dict[str, Any]:
+    """Fit a scaling law to finished pretraining runs: what more parameters, tokens and passes are worth.
+
+    `fit` names six or more run folders of one objective and tokenizer. Writes plan.html to `output_dir`.
+    """
+    page = resolve_page_path(Path(output_dir), "plan", overwrite)
+    from firth.lab.plan import fit_runs
+
+    return fit_runs(fit, page)
+
+
 def prove_resume(
     model: str | Path,
     data: str | Path | Sequence[str | Path],

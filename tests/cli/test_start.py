@@ -39,6 +39,7 @@ MISTAKES = [
     "evaluate missing --task perplexity",
     "predict missing text",
     "chat missing",
+    "plan --fit missing",
     "check missing.txt",
     "tokenizer missing.txt --output-dir x",
     "prepare missing.txt --tokenizer missing --output-dir x",

@@ -131,6 +131,23 @@ def pretrain(json: bool, resume: bool, resume_from_checkpoint: bool = False, **o
 
 
 @command(
+    opt.PlanOptions,
+    examples="""
+firth plan --fit runs/*
+""",
+)
+def plan(json: bool, fit: list[str], more: list[str] | None = None, **options: Any) -> None:
+    """Fit a scaling law to finished pretraining runs: what more parameters, tokens and passes are worth.
+
+    Needs six or more runs of one objective and tokenizer that differ in size and tokens.
+    """
+    from firth import api
+
+    result = api.plan(fit=[*fit, *(more or ())], **options)
+    render.print_json(result) if json else render.print_scaling_law(result)
+
+
+@command(
     opt.ProveResumeOptions,
     Recipe,
     "max_steps max_seq_length per_device_train_batch_size save_steps seed bf16 compile device deterministic",

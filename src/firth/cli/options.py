@@ -585,6 +585,14 @@ class PretrainOptions(PretrainDataOptions, ResumeOptions, DryRunOptions):
 
 
 @dataclass(kw_only=True)
+class PlanOptions(JsonOptions):
+    fit: list[str] | None = option(None, "Fit a law to these finished runs: six or more.", "RUN...", required=True)
+    more: list[str] | None = option(None, "The other runs of --fit.", "[RUN]...", argument=True)
+    output_dir: str = option(".", "Write plan.html to this folder.", "FOLDER")
+    overwrite: bool = option(False, "Replace a plan.html that `firth plan` did not write.")
+
+
+@dataclass(kw_only=True)
 class ProveResumeOptions(PretrainDataOptions):
     output_dir: str = option(..., "Write both runs to this folder: straight/ and killed/.", "FOLDER")
     kills: int = option(10, "Kill the second run this often, half of the times during a write.")

@@ -225,6 +225,20 @@ def print_arms(result: Mapping[str, Any]) -> None:
     say(f"The model is {result['output_dir']}/final, the report {result['report']}.")
 
 
+def print_scaling_law(result: Mapping[str, Any]) -> None:
+    """The parameters of a fitted law with their intervals, and the size that the compute of the largest run suits."""
+    from firth.lab.plan import PARAMETER_NAMES
+
+    rows = [
+        (title, f"{result['law'][name]:.3g}", "{:.3g} to {:.3g}".format(*result["intervals"][name]))
+        for name, title in PARAMETER_NAMES.items()
+    ]
+    show_table(f"Scaling law of {len(result['runs'])} runs", ("parameter", "value", "95% interval"), rows)
+    error, flops, best = (result[name] for name in ("mean_error", "flops", "optimal_parameters"))
+    say(f"The law misses these runs by {100 * error:.1f}% on average. The curves are in {result['page']}.")
+    say(f"For {flops:.2g} FLOPs, those of the largest run, and unlimited text the best size is {best:,.0f} parameters.")
+
+
 def print_evaluation(result: Mapping[str, Any]) -> None:
     n = result["examples"]
     rows = [(name, format_share(value, n)) for name, value in result["metrics"].items()]

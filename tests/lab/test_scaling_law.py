@@ -1,0 +1,122 @@
+"""Fit a scaling law: known parameters are found again, intervals hold them, too few or equal runs are refused."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from firth.cli.main import app
+from firth.core.errors import UserError
+from firth.core.files import write_json
+from firth.lab.scaling_law import ScalingFit, ScalingLaw, ScalingRun, effective_tokens, fit_scaling_law
+from firth.models.presets import bert
+from firth.objectives import CLM
+from firth.recipes import pretraining_recipe
+from firth.train import Recipe, save_recipe
+
+CHINCHILLA = ScalingLaw(1.69, 406.4, 410.7, 0.34, 0.28, 15.0)  # Hoffmann et al. 2022, equation 10
+
+
+def make_runs(noise: float = 0.0) -> list[ScalingRun]:
+    rng = np.random.default_rng(1)
+    return [
+        ScalingRun(n, d, 3e7, CHINCHILLA.loss(n, d, 3e7) * math.exp(noise * rng.standard_normal()))
+        for n in (1e6, 4e6, 1.6e7, 6.4e7)
+        for d in (3e6, 1e7, 3e7, 1e8, 5e8, 2e9)
+    ]
+
+
+@pytest.fixture(scope="module")
+def fit() -> ScalingFit:
+    """The fit of runs without noise."""
+    return fit_scaling_law(make_runs(), num_bootstraps=0)
+
+
+def test_known_parameters_are_found_again(fit: ScalingFit) -> None:
+    """Runs of the published law, without noise: predictions to 0.2%, also for other sizes and tokens."""
+    assert fit.mean_error < 1e-3
+    for n, d in ((2e6, 2e7), (3e7, 6e7), (3e7, 1e9)):
+        assert fit.law.loss(n, d, 3e7) == pytest.approx(CHINCHILLA.loss(n, d, 3e7), rel=2e-3)
+    assert fit.law.alpha == pytest.approx(0.34, abs=0.03)
+    assert fit.law.beta == pytest.approx(0.28, abs=0.03)
+    assert fit.law.repeated_worth == pytest.approx(15, rel=0.1)
+
+
+def test_intervals_hold_the_parameters_of_noisy_runs() -> None:
+    fit = fit_scaling_law(make_runs(0.003), num_bootstraps=40)
+    for name in ("alpha", "beta", "repeated_worth"):
+        low, high = fit.intervals[name]
+        assert low <= getattr(CHINCHILLA, name) <= high
+        assert low < high
+
+
+def test_repeated_tokens_are_worth_less() -> None:
+    """The first passes count almost fully, and the worth is bounded by U (1 + r): equation 5 of Muennighoff et al."""
+    unique, worth = 100.0, 15.0
+    values = effective_tokens(np.array([50, 100, 200, 400, 1e9]), unique, worth)
+    assert values[:2].tolist() == [50, 100]
+    assert 195 < values[2] < 200
+    assert np.all(np.diff(values) > 0)
+    assert values[-1] == pytest.approx(unique * (1 + worth))
+    expected = unique + unique * worth * (1 - math.exp(-3 / worth))
+    assert values[3] == pytest.approx(expected)
+
+
+def test_the_optimal_size_minimizes_the_loss() -> None:
+    flops = 1e18
+    best = CHINCHILLA.optimal_parameters(flops)
+
+    def loss(n: float) -> float:
+        return CHINCHILLA.loss(n, flops / (6 * n), 1e30)
+
+    assert loss(best) < min(loss(best * 1.05), loss(best / 1.05))
+
+
+def test_outside_of_the_runs_is_extrapolation(fit: ScalingFit) -> None:
+    assert fit.extrapolates(4e6, 1e8, 3e7) == []
+    assert fit.extrapolates(1e9, 1e8, 3e7) == ["parameters"]
+    assert fit.extrapolates(4e6, 1e11, 3e7) == ["tokens", "passes"]
+
+
+def test_runs_that_do_not_determine_the_law_are_refused() -> None:
+    runs = make_runs()
+    with pytest.raises(UserError, match="at least 6 runs, not 3"):
+        fit_scaling_law(runs[:3])
+    with pytest.raises(UserError, match="same size"):
+        fit_scaling_law(runs[:6])
+    with pytest.raises(UserError, match="above 0"):
+        fit_scaling_law([*runs, ScalingRun(1, 1, 0, 1)])
+
+
+def test_the_command(tmp_path: Path, capsys: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Run folders to a law, a table and a page; runs of another objective or without an evaluation are refused."""
+    monkeypatch.setattr("firth.lab.plan.fit_scaling_law", lambda runs: fit_scaling_law(runs, num_bootstraps=3))
+    recipe = pretraining_recipe(bert(1, 16, 2, 100))
+    folders = [write_run(tmp_path / f"run{i}", run, recipe) for i, run in enumerate(make_runs()[::2], 1)]
+    app(["plan", "--fit", *map(str, folders), "--output-dir", str(tmp_path), "--json"], standalone_mode=False)
+    result = json.loads(capsys.readouterr().out)
+    assert result["law"]["alpha"] == pytest.approx(0.34, abs=0.05)
+    assert len(result["runs"]) == len(folders)
+    assert "Scaling law of your runs" in (tmp_path / "plan.html").read_text(encoding="utf-8")
+    app(["plan", "--fit", *map(str, folders), "--output-dir", str(tmp_path)], standalone_mode=False)
+    assert "alpha, exponent of the size" in capsys.readouterr().out
+    other = write_run(tmp_path / "other", make_runs()[0], Recipe(model=recipe.model, objective=CLM()))
+    for run, message in ((other, "different objectives"), (tmp_path, "has no results.json")):
+        with pytest.raises(UserError, match=message):
+            app(["plan", "--fit", *map(str, [*folders, run])], standalone_mode=False)
+
+
+def write_run(folder: Path, run: ScalingRun, recipe: Recipe) -> Path:
+    folder.mkdir()
+    passes = run.tokens / run.unique_tokens
+    write_json(
+        folder / "results.json",
+        {"parameters": run.parameters, "tokens": run.tokens, "passes": passes, "eval_loss": run.loss},
+    )
+    save_recipe(recipe, folder / "recipe.yaml")
+    return folder
