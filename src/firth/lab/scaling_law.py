@@ -117,7 +117,7 @@ def fit_scaling_law(runs: Sequence[ScalingRun], num_bootstraps: int = 200, seed:
     }
     return ScalingFit(
         law,
-        low_high,  # type: ignore[arg-type]
+        low_high,
         (table[:, 0].min(), table[:, 0].max()),
         (table[:, 1].min(), table[:, 1].max()),
         (passes.min(), passes.max()),
