@@ -19,7 +19,7 @@ from firth.api import check_same_source, flatten_keys, load_for_generation, merg
 from firth.core.errors import UserError
 from firth.core.files import read_json, write_json
 from firth.core.serialization import to_dict
-from firth.evaluate import write_model_card
+from firth.evaluate.card import write_model_card
 from firth.models import PRESETS, load_model
 from firth.models.config import T5Bias
 from firth.objectives import OBJECTIVES

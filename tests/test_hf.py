@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from firth.core.errors import UserError
-from firth.evaluate import max_logit_difference
+from firth.evaluate.export import compare_with_transformers
 from firth.models import ClassificationHead, LMHead, ModelConfig, hf_model_type, load_model, make_model
 from firth.models.config import ALiBi, DiscriminatorHead, NoPosition, Rotary, Shaw, SinusoidalPosition, TransformerXL
 from firth.models.hf.checkpoint import write_model
@@ -78,7 +78,7 @@ def test_it_opens_with_the_same_numbers_and_is_saved_again(name: str, tmp_path: 
         again = load_model(tmp_path / f"again-{i}")
         assert again.config == config
         assert torch.equal(again(**given).logits, wanted.logits)
-    assert max_logit_difference(tmp_path / "first") == 0
+    assert compare_with_transformers(tmp_path / "first").max_difference == 0
 
 
 @pytest.mark.parametrize("name", ["norm first, rotary", "decoder", "two stacks", "classes"])
@@ -159,6 +159,6 @@ def test_notes_are_kept(tmp_path: Path) -> None:
 
 def test_the_check_says_how_it_opens(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     saved(MODELS["norm first, rotary"][1], tmp_path)
-    assert max_logit_difference(tmp_path) == 0
+    assert compare_with_transformers(tmp_path).max_difference == 0
     said = " ".join("".join(capsys.readouterr()).split())
     assert "it opens with AutoModelForMaskedLM after `import firth.hf`" in said

@@ -10,7 +10,8 @@ import pytest
 
 from firth.core.errors import UserError
 from firth.core.serialization import from_dict, to_dict
-from firth.models import PRESETS, ClassificationHead, ModelConfig, with_classification_head
+from firth.models import PRESETS, ClassificationHead, ModelConfig
+from firth.models.task_heads import with_classification_head
 
 
 @dataclass(frozen=True)

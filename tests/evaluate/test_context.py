@@ -13,7 +13,7 @@ from typer.testing import CliRunner
 import firth
 from firth.cli.main import app
 from firth.core.errors import UserError
-from firth.evaluate import WordVectors, evaluate, evaluate_word_in_context
+from firth.evaluate import WordVectors, evaluate
 from firth.evaluate.context import (
     MAX_CANDIDATE_WORDS,
     Occurrence,
@@ -23,7 +23,7 @@ from firth.evaluate.context import (
     mean_cosine,
     nearest_occurrences,
 )
-from firth.evaluate.embed import embed_words_in_texts
+from firth.evaluate.embed import embed_words_in_texts, evaluate_word_in_context
 from firth.models import Model
 from firth.models.recurrent.presets import ulmfit
 from firth.text import Example, read_labelled

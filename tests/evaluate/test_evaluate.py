@@ -19,10 +19,12 @@ from firth.core.errors import UserError
 from firth.core.files import atomic_folder, find_corruption
 from firth.core.html import format_cell
 from firth.core.serialization import to_dict
-from firth.evaluate import evaluate, evaluate_perplexity, write_model_card, write_run_report
-from firth.evaluate.card import non_default_fields, training_section
+from firth.evaluate import evaluate
+from firth.evaluate.card import non_default_fields, training_section, write_model_card
 from firth.evaluate.examples_page import confidence_margin, is_mistake
 from firth.evaluate.export import write_export
+from firth.evaluate.likelihood import aggregate_likelihoods, make_scorer
+from firth.evaluate.report import write_run_report
 from firth.metrics import format_metric, mean_and_std
 from firth.models import Distillation, Model, load_model
 from firth.models.presets import bert
@@ -117,7 +119,8 @@ def test_perplexity_of_files(saved: Any, untrained: Any, corpus_file: Path, tmp_
     texts = corpus_file.read_text(encoding="utf-8").split("\n\n")[:4]
     (tmp_path / "some.txt").write_text("\n\n".join(texts), encoding="utf-8")
     result = evaluate(saved("gpt2"), "perplexity", tmp_path / "some.txt", tmp_path / "out", stride=8)
-    wanted = evaluate_perplexity(untrained("gpt2"), texts, stride=8)
+    scorer = make_scorer(untrained("gpt2"), stride=8)
+    wanted, _ = aggregate_likelihoods(scorer, list(scorer.score_texts(texts)))
     assert result["metrics"]["perplexity"] == pytest.approx(wanted["perplexity"], rel=1e-4)
     assert result["metrics"]["bits_per_byte"] == pytest.approx(wanted["bits_per_byte"], rel=1e-4)
     lines = [json.loads(line) for line in (tmp_path / "out/predictions.jsonl").read_text().splitlines()]

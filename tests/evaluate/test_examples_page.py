@@ -12,7 +12,6 @@ import pytest
 
 import firth.evaluate.examples_page as examples_page
 from firth.core.html import HtmlPage
-from firth.evaluate import write_run_report
 from firth.evaluate.examples_page import (
     ExampleRow,
     add_examples,
@@ -23,6 +22,7 @@ from firth.evaluate.examples_page import (
     text_row,
 )
 from firth.evaluate.marked import diff_words
+from firth.evaluate.report import write_run_report
 from firth.metrics import format_metric
 from firth.tasks import Prediction
 from firth.tasks.results import write_predictions

@@ -14,7 +14,7 @@ import transformers
 from firth.core.errors import UserError
 from firth.evaluate.likelihood import (
     ScoringWindow,
-    evaluate_perplexity,
+    aggregate_likelihoods,
     make_scorer,
     sliding_windows,
     text_likelihoods,
@@ -182,7 +182,10 @@ def test_xlnet_hides_by_order(tokenizers: Any) -> None:
 
 def test_perplexity_adds_up(untrained: Any, sentences: list[str]) -> None:
     model = untrained("gpt2")
-    parts, result = text_likelihoods(model, sentences), evaluate_perplexity(model, iter(sentences))
+    scorer = make_scorer(model)
+    parts = list(scorer.score_texts(iter(sentences)))
+    metrics, facts = aggregate_likelihoods(scorer, parts)
+    result = metrics | facts
     nats = -sum(part.logp for part in parts)
     assert result["nats"] == pytest.approx(nats)
     assert result["perplexity"] == pytest.approx(math.exp(nats / sum(part.tokens for part in parts)))

@@ -9,7 +9,8 @@ import torch
 
 from firth.core.errors import UserError
 from firth.generate import Blank, Guess, fill
-from firth.models import make_model, with_classification_head
+from firth.models import make_model
+from firth.models.task_heads import with_classification_head
 
 
 def test_an_encoders_guesses_are_its_probabilities(untrained: Any) -> None:

@@ -18,7 +18,7 @@ from generate.ends import ending_with, without_end
 from firth.core.errors import UserError
 from firth.generate import GeneratedSequence, GenerationConfig, generate_ids, generate_sequences, stream_text
 from firth.generate.decode_state import CachedDecode, UncachedDecode, make_decode_state, pad_right
-from firth.models import ForcedTokens, ModelConfig, load_model, make_model, with_classification_head
+from firth.models import ForcedTokens, ModelConfig, load_model, make_model
 from firth.models.config import (
     ALiBi,
     Disentangled,
@@ -35,6 +35,7 @@ from firth.models.config import (
 )
 from firth.models.kv_cache import KVCache
 from firth.models.presets import bart, gpt, gpt2, gpt3, llama, t5, t5_v1_1
+from firth.models.task_heads import with_classification_head
 
 PROMPTS = [[4, 40, 41, 42], [4], [4, 50, 51, 52, 53, 54, 55, 60], [4, 100]]
 DRAWN = GenerationConfig(temperature=1.0, seed=3)

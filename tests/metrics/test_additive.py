@@ -9,15 +9,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from firth.metrics import (
-    additive_entity_score,
-    compute_metrics,
-    entity_f1,
-    is_additive_metric,
-    make_additive_score,
-    paired_bootstrap,
-)
+from firth.metrics import additive_entity_score, compute_metrics, entity_f1, is_additive_metric, make_additive_score
 from firth.metrics.additive import ADDITIVE_METRICS
+from firth.metrics.bootstrap import paired_bootstrap
 
 NUM = 40
 WORDS = ["the", "old", "mill", "by", "a", "river", "stands", "still", "today", "."]

@@ -10,16 +10,9 @@ import pytest
 from scipy import stats
 
 from firth.core.errors import UserError
-from firth.metrics import (
-    Comparison,
-    accuracy,
-    bleu,
-    compare_seeds,
-    failed_runs,
-    make_additive_score,
-    mean_and_std,
-    paired_bootstrap,
-)
+from firth.metrics import accuracy, compare_seeds, failed_runs, make_additive_score, mean_and_std
+from firth.metrics.bootstrap import Comparison, paired_bootstrap
+from firth.metrics.text import bleu
 
 
 def test_summarise_divides_by_n_minus_one() -> None:

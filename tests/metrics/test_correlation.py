@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from firth.core.errors import UserError
-from firth.metrics import pearson, spearman, word_similarity_correlation
+from firth.metrics.correlation import pearson, spearman, word_similarity_correlation
 
 
 def test_by_hand() -> None:

@@ -12,7 +12,8 @@ from hypothesis import strategies as st
 from torchmetrics.functional.text import squad as official
 
 from firth.core.errors import UserError
-from firth.metrics import best_no_answer_threshold, squad_exact_match, squad_f1, squad_per_question, squad_scores
+from firth.metrics import squad_per_question
+from firth.metrics.squad import best_no_answer_threshold, squad_exact_match, squad_f1, squad_scores
 
 
 class Answer(NamedTuple):

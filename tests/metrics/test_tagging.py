@@ -12,17 +12,8 @@ from hypothesis import strategies as st
 from seqeval.metrics.sequence_labeling import get_entities
 
 from firth.core.errors import UserError
-from firth.metrics import (
-    ClassMetrics,
-    entity_f1,
-    entity_precision,
-    entity_recall,
-    extract_entity_spans,
-    match_entities,
-    per_type_metrics,
-    tag_accuracy,
-)
-from firth.metrics.tagging import count_entities
+from firth.metrics import ClassMetrics, entity_f1, entity_precision, entity_recall, per_type_metrics
+from firth.metrics.tagging import count_entities, extract_entity_spans, match_entities, tag_accuracy
 
 TRUE = [["B-PER", "I-PER", "O", "B-LOC"], ["B-LOC", "I-LOC", "O"]]
 PREDICTED = [["B-PER", "I-PER", "O", "B-PER"], ["B-LOC", "O", "O"]]

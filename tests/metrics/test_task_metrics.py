@@ -9,7 +9,8 @@ import numpy as np
 import pytest
 
 from firth.core.errors import UserError
-from firth.metrics import TASK_METRIC_FNS, compute_metrics
+from firth.metrics import compute_metrics
+from firth.metrics.task_metrics import TASK_METRIC_FNS
 
 PAIRS = [((1.0, 0.0), (1.0, 0.1)), ((0.0, 1.0), (0.1, 1.0))]
 # Task -> predictions, references, what comes out.

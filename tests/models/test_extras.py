@@ -11,18 +11,10 @@ from torch import Tensor
 from torch.testing import assert_close
 
 from firth.core.errors import UserError
-from firth.models import (
-    ClassificationHead,
-    Encoder,
-    LMHead,
-    ModelConfig,
-    count_parameters,
-    make_model,
-    with_classification_head,
-    with_extras,
-)
+from firth.models import ClassificationHead, Encoder, LMHead, ModelConfig, count_parameters, make_model, with_extras
 from firth.models.config import GeneratorConfig, QueryStream, SentencePairHead, SpanBoundaryHead
 from firth.models.presets import albert, bart, bert, gpt2, roberta
+from firth.models.task_heads import with_classification_head
 from firth.objectives.batch import Batch
 
 V, T = 30, 6

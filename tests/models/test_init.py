@@ -16,7 +16,7 @@ import transformers
 from torch import Tensor
 
 from firth.core.errors import UserError
-from firth.models import ModelConfig, make_model, with_classification_head
+from firth.models import ModelConfig, make_model
 from firth.models.config import (
     DiscriminatorHead,
     FanInInit,
@@ -47,6 +47,7 @@ from firth.models.presets import (
     xlm,
     xlnet,
 )
+from firth.models.task_heads import with_classification_head
 
 V = 500
 CONFIGS: dict[str, ModelConfig] = {

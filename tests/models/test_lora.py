@@ -11,11 +11,12 @@ import torch
 from torch import nn
 
 from firth.core.errors import UserError
-from firth.models import LMHead, Model, load_model, make_model, with_classification_head
+from firth.models import LMHead, Model, load_model, make_model
 from firth.models.config import LearnedPosition, ModelConfig
 from firth.models.hf.adapter import layer_name_pattern, write_adapter
 from firth.models.lora import LoRAConfig, LoRALinear, add_lora, has_lora
 from firth.models.presets import PRESETS, bert, gpt2, t5
+from firth.models.task_heads import with_classification_head
 
 peft = pytest.importorskip("peft")
 transformers = pytest.importorskip("transformers")

@@ -13,18 +13,10 @@ from torch import Tensor
 from torch.testing import assert_close
 
 from firth.core.errors import UserError
-from firth.models import (
-    PRESETS,
-    ClassificationHead,
-    Model,
-    ModelConfig,
-    count_parameters,
-    load_model,
-    make_model,
-    with_classification_head,
-)
+from firth.models import PRESETS, ClassificationHead, Model, ModelConfig, count_parameters, load_model, make_model
 from firth.models.config import LearnedPosition, LMHead, MLPConfig, T5Bias
 from firth.models.presets import albert, bart, bert, gpt2, t5
+from firth.models.task_heads import with_classification_head
 from firth.objectives.batch import Batch
 
 V = 30

@@ -51,7 +51,7 @@ def test_settings_that_change_the_number_are_counted(config: ModelConfig) -> Non
 
 
 def test_a_task_head_is_counted_on_the_model() -> None:
-    from firth.models import with_classification_head
+    from firth.models.task_heads import with_classification_head
 
     config = with_classification_head(BERT, ("a", "b"))
     assert count_parameters(config) == built(config) == count_parameters(replace(config, vocab_size=51)) - config.dim

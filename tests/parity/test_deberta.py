@@ -17,20 +17,12 @@ from torch.testing import assert_close
 from firth import api
 from firth.core.errors import UserError
 from firth.evaluate.card import render_model_card
-from firth.models import (
-    PRESETS,
-    Encoder,
-    ModelConfig,
-    count_parameters,
-    hf_model_type,
-    load_model,
-    make_model,
-    with_classification_head,
-)
+from firth.models import PRESETS, Encoder, ModelConfig, count_parameters, hf_model_type, load_model, make_model
 from firth.models.config import ConvolutionConfig, Disentangled, GeneratorConfig, LearnedPosition, MaskDecoder
 from firth.models.hf.checkpoint import write_model
 from firth.models.hf.config_io import from_hf_config, to_hf_config
 from firth.models.presets import deberta, deberta_v2, deberta_v3
+from firth.models.task_heads import with_classification_head
 from firth.objectives.batch import Batch
 
 transformers = pytest.importorskip("transformers")

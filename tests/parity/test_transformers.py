@@ -22,7 +22,6 @@ from firth.models import (
     load_weights,
     make_model,
     read_tensors,
-    with_classification_head,
 )
 from firth.models.config import (
     BottleneckConfig,
@@ -60,6 +59,7 @@ from firth.models.presets import (
     xlm,
     xlm_roberta,
 )
+from firth.models.task_heads import with_classification_head
 from firth.objectives.batch import Batch
 
 transformers = pytest.importorskip("transformers")

@@ -13,21 +13,13 @@ from torch import Tensor
 from torch.testing import assert_close
 
 from firth.core.errors import UserError
-from firth.models import (
-    PRESETS,
-    ClassificationHead,
-    Encoder,
-    count_parameters,
-    hf_model_type,
-    load_model,
-    make_model,
-    with_classification_head,
-)
+from firth.models import PRESETS, ClassificationHead, Encoder, count_parameters, hf_model_type, load_model, make_model
 from firth.models.config import TransformerXL
 from firth.models.hf.checkpoint import write_model
 from firth.models.hf.config_io import from_hf_config, to_hf_config
 from firth.models.position.xl_memory import XLMemory
 from firth.models.presets import xlnet
+from firth.models.task_heads import with_classification_head
 from firth.objectives.batch import Batch
 from firth.tokens import train_tokenizer
 

@@ -12,7 +12,8 @@ import torch
 from tasks.small import CPU, WORDS, model_for, parts
 
 from firth.tasks import FinetuneRecipe, Task, make_task
-from firth.text import AnswerSpan, Example
+from firth.text import Example
+from firth.text.documents import AnswerSpan
 
 RECIPE = FinetuneRecipe(max_target_length=8)
 

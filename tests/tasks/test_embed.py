@@ -13,8 +13,9 @@ import torch
 from tasks.small import ANIMALS, CPU, PLACES, WORDS, learn, model_for, parts
 
 from firth.core.errors import UserError
-from firth.evaluate import evaluate, max_logit_difference
+from firth.evaluate import evaluate
 from firth.evaluate.embed import embed_texts
+from firth.evaluate.export import compare_with_transformers
 from firth.metrics import compute_metrics
 from firth.models import EmbeddingHead, load_model, make_model
 from firth.tasks import FinetuneRecipe, finetune, make_task
@@ -178,7 +179,7 @@ def test_from_a_file_to_scores(family: str, tmp_path: Path) -> None:
     final = tmp_path / "run" / "final"
     again = evaluate(final, "embed", file, tmp_path / "scores")
     assert again["metrics"]["mrr"] == pytest.approx(max(result["seeds"]), rel=1e-4)
-    assert max_logit_difference(final) < 1e-5
+    assert compare_with_transformers(final).max_difference < 1e-5
 
     if family == "bart":  # of which sentence-transformers would take the decoder's
         assert not (final / "modules.json").exists()

@@ -54,7 +54,8 @@ from firth.tasks.results import (
     load_seed_predictions,
     orient_score,
 )
-from firth.text import AnswerSpan, Example
+from firth.text import Example
+from firth.text.documents import AnswerSpan
 from firth.tokens import load_tokenizer
 from firth.train import ComputeConfig, Interrupted, load_recipe, read_log
 from firth.train.recipe import EngineConfig

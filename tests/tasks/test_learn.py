@@ -10,7 +10,8 @@ import pytest
 from tasks.small import ANIMALS, CPU, PLACES, learn, parts
 
 from firth.tasks import FinetuneRecipe, make_task
-from firth.text import AnswerSpan, Example
+from firth.text import Example
+from firth.text.documents import AnswerSpan
 
 SIZES, COLOURS = ["big", "small"], ["red", "blue"]
 

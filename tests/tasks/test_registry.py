@@ -26,7 +26,8 @@ from firth.tasks.text_labels import (
     VerbalizedTask,
     round_regression_labels,
 )
-from firth.text import AnswerSpan, Example
+from firth.text import Example
+from firth.text.documents import AnswerSpan
 
 EXAMPLES = {
     "classify": [Example(0, ("a cat",), "yes"), Example(1, ("a dog",), "no")],

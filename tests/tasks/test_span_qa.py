@@ -27,7 +27,8 @@ from firth.tasks.span_qa import (
     split_context_windows,
     trim_whitespace,
 )
-from firth.text import AnswerSpan, Example
+from firth.text import Example
+from firth.text.documents import AnswerSpan
 
 CONTEXTS = [
     "The BIG Red fox — naïve, Ünïcode; «blue» 狐狸 lives near the river.",

@@ -10,7 +10,8 @@ from tasks.small import ANIMALS, CPU, PLACES, learn, parts
 
 from firth.models import make_model
 from firth.tasks import FinetuneRecipe, encode_task_prompts, make_task
-from firth.text import AnswerSpan, Example
+from firth.text import Example
+from firth.text.documents import AnswerSpan
 
 
 def made(name: str, family: str, known: list[Example], **fields: Any) -> Any:

@@ -267,16 +267,6 @@ def test_text_to_text_goes_from_body_to_summary() -> None:
     assert example.target == "Do b thing 7."
 
 
-def test_tags_mark_the_parameters() -> None:
-    record = DocstringRecord("a", "a.f", "Scale `xs` by a factor; xs-axis, not axs.\n\nxs: list", ("xs", "factor"))
-    [(tokens, tags)] = python_docs.make_tagging_examples(
-        "dev" if is_held_out(record.text, HELD_OUT_FRACTION) else "train", [record]
-    )
-    assert [token for token, tag in zip(tokens, tags, strict=True) if tag == "B-PARAM"] == ["xs", "factor", "xs", "xs"]
-    assert set(tags) == {"B-PARAM", "O"}
-    assert python_docs.make_tagging_examples("train", [record._replace(parameters=("absent",))]) == []
-
-
 def test_order_is_shuffled_with_its_own_seed() -> None:
     made = python_docs.make_pydocs_examples("text-to-text", "train", RECORDS)
     assert made == python_docs.make_pydocs_examples("text-to-text", "train", RECORDS[::-1])

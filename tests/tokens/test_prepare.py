@@ -21,8 +21,9 @@ import pytest
 from firth.core.console import Progress
 from firth.core.errors import UserError
 from firth.core.files import find_corruption
-from firth.text import Corpus, Document, MinHashIndex
+from firth.text import Corpus, Document
 from firth.text.exact_dedup import DiskFingerprintSet
+from firth.text.minhash import MinHashIndex
 from firth.text.salient_spans import find_salient_spans
 from firth.tokens import Tokenizer, train_tokenizer
 from firth.tokens.boundaries import find_last_tokens, find_last_tokens_by_offset, sentence_end_offsets

@@ -19,7 +19,8 @@ from firth.models import Model, load_model
 from firth.models.config import SlidingWindow, TransformerXL
 from firth.models.presets import gpt2, xlnet
 from firth.objectives import OBJECTIVES
-from firth.recipes import complete_recipe, pretraining_recipe
+from firth.recipes import pretraining_recipe
+from firth.recipes.pretraining import complete_recipe
 from firth.tokens import ShardSet, StreamDataset, open_shards
 from firth.train import ComputeConfig, Recipe, TrainingRun, fit, pretrain, read_log
 from firth.train.dataloader import make_pretrain_batch_fn, make_row_dataset

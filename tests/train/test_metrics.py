@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 
 from firth.core.html import HtmlPage
-from firth.evaluate import write_model_card
+from firth.evaluate.card import write_model_card
 from firth.evaluate.report import add_loss_curves
 from firth.models import Distillation, Encoder, distillation_losses, load_model, make_model, with_extras
 from firth.models.config import GeneratorConfig, SentencePairHead, SpanBoundaryHead

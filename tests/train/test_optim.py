@@ -12,9 +12,10 @@ import torch
 from torch import nn
 
 from firth.core.errors import UserError
-from firth.models import Model, make_model, with_classification_head
+from firth.models import Model, make_model
 from firth.models.lora import LoRAConfig, add_lora
 from firth.models.presets import bert, gpt2, t5, t5_v1_1
+from firth.models.task_heads import with_classification_head
 from firth.objectives import Batch
 from firth.train import ComputeConfig, TrainingConfig, TrainingRun, fit
 from firth.train.optim import add_unfrozen_groups, learning_rate_at, make_optimizer

@@ -21,9 +21,9 @@ from firth.train import (
     load_recipe,
     parse_overrides,
     read_yaml_mapping,
-    resolve_schedule,
     save_recipe,
 )
+from firth.train.pretrain import resolve_schedule
 from firth.train.recipe import EngineConfig
 from firth.train.resume import merge_recipe
 

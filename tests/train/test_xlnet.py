@@ -14,7 +14,7 @@ from firth.evaluate.likelihood import make_scorer
 from firth.models import Model, load_model, make_sequence_template
 from firth.models.presets import xlnet
 from firth.objectives import OBJECTIVES
-from firth.recipes import complete_recipe
+from firth.recipes.pretraining import complete_recipe
 from firth.tasks.template import TaskTemplate
 from firth.tokens import ShardSet, open_shards
 from firth.train import Recipe, pretrain

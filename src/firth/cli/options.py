@@ -484,7 +484,7 @@ class ResumeOptions:
     resume_from_checkpoint: str | None = option(None, "'auto' is the same as --resume.", "auto", parse=parse_resume)
     allow_change: bool = option(False, "Resume although recipe or data have changed; prints the changes.")
     rewind: int | None = option(
-        None, "Resume at least N steps before the first skipped step, and skip the data in between.", minimum=0
+        None, "Resume at least N steps before the first skipped step, and skip the data in between.", bounds={"ge": 0}
     )
 
 

@@ -108,11 +108,6 @@ class ExportCheck(NamedTuple):
     mask_decoder_difference: float | None = None
 
 
-def max_logit_difference(folder: Path) -> float:
-    """Largest absolute difference between our logits and those of `transformers` for the same folder and random ids."""
-    return compare_with_transformers(folder).max_difference
-
-
 def import_transformers() -> Any:
     """Import `transformers`. Call this before anything is written: the check cannot run without it."""
     return import_optional("transformers", "--check")

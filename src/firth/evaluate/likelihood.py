@@ -509,16 +509,6 @@ def word_ends(word_starts: np.ndarray) -> list[int]:
     return first[np.searchsorted(first, np.arange(len(word_starts)), side="right")].tolist()
 
 
-def evaluate_perplexity(checkpoint: Model | str | Path, texts: Iterable[str], **settings: Any) -> dict[str, Any]:
-    """Perplexity per token and per word, and bits per byte. `settings`: those of `make_scorer`.
-
-    An inexact method (an encoder, spans) gives pseudo-perplexities, and no bits per byte.
-    """
-    scorer = make_scorer(checkpoint, **settings)
-    metrics, facts = aggregate_likelihoods(scorer, list(scorer.score_texts(texts)))
-    return metrics | facts
-
-
 def text_likelihoods(checkpoint: Model | str | Path, texts: Iterable[str], **settings: Any) -> list[Likelihood]:
     """The (pseudo-)log-likelihood of each text. `settings`: those of `make_scorer`."""
     return list(make_scorer(checkpoint, **settings).score_texts(texts))

@@ -69,7 +69,7 @@ def mean_and_std(values: Sequence[float]) -> tuple[float, float]:
 def failed_runs(values: Sequence[float], chance: float) -> list[int]:
     """Return the indices of failed runs: scores that do not exceed chance (Mosbach et al. 2021) or are NaN.
 
-    Chance is `majority_accuracy` for accuracy, and 0 for a correlation or MCC.
+    Chance is the share of the most frequent label for accuracy, and 0 for a correlation or MCC.
 
     >>> failed_runs([0.91, 0.53, 0.9], chance=0.53)
     [1]

@@ -66,13 +66,6 @@ def correct_mask(predictions: ArrayLike, references: ArrayLike) -> NDArray[np.bo
     return np.asarray(predicted == true)
 
 
-def majority_accuracy(references: ArrayLike) -> float:
-    """Return the accuracy of always predicting the most frequent label: the baseline of every classifier."""
-    true = np.asarray(references)
-    check_same_length(true, true)
-    return float(np.unique(true, return_counts=True)[1].max() / len(true))
-
-
 def f1(predictions: ArrayLike, references: ArrayLike, positive_label: Any = None) -> float:
     """Return F1 of the class `positive_label`. Default: the last label in sorted order, "1" of "0" and "1"."""
     predicted, true = _as_label_arrays(predictions, references)
@@ -86,12 +79,6 @@ def f1(predictions: ArrayLike, references: ArrayLike, positive_label: Any = None
 def macro_f1(predictions: ArrayLike, references: ArrayLike) -> float:
     """Return the mean F1 over the classes that occur in predictions or references, each with the same weight."""
     return float(np.mean([row.f1 for row in per_class_metrics(predictions, references).values()]))
-
-
-def weighted_f1(predictions: ArrayLike, references: ArrayLike) -> float:
-    """Return the mean F1 over classes, weighted by support."""
-    rows = per_class_metrics(predictions, references).values()
-    return float(np.average([row.f1 for row in rows], weights=[row.support for row in rows]))
 
 
 def micro_f1(predictions: ArrayLike, references: ArrayLike, exclude: Collection[Any] = ()) -> float:

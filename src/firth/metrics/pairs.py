@@ -112,13 +112,3 @@ def best_threshold(scores: ArrayLike, is_same: Sequence[bool]) -> float:
     below, above = score_N[k - 1], score_N[k]
     middle = (below + above) / 2
     return float(middle if below < middle else above)
-
-
-def threshold_accuracy(
-    train_scores: ArrayLike, train_is_same: Sequence[bool], scores: ArrayLike, is_same: Sequence[bool]
-) -> tuple[float, float]:
-    """Return the accuracy of the threshold that is best on the training set, and that threshold."""
-    threshold = best_threshold(train_scores, train_is_same)
-    score_N = np.asarray(scores, dtype=np.float64)
-    check_same_length(score_N, is_same)
-    return float(np.mean((score_N >= threshold) == np.asarray(is_same, dtype=bool))), threshold

@@ -22,7 +22,6 @@ from firth.metrics.classification import check_same_length
 SquadAnswers = Sequence[Any]
 ARTICLE_PATTERN = re.compile(r"\b(a|an|the)\b")
 DELETE_PUNCTUATION = str.maketrans("", "", string.punctuation)
-PUNCTUATION_TO_SPACE = str.maketrans(dict.fromkeys(string.punctuation + "‘’´", " "))
 
 
 def normalise_squad(text: str) -> str:
@@ -31,20 +30,7 @@ def normalise_squad(text: str) -> str:
     >>> normalise_squad("The U.S. of  A, an idea")
     'us of idea'
     """
-    return _strip_articles(text.lower().translate(DELETE_PUNCTUATION))
-
-
-def normalise_trivia(text: str) -> str:
-    """Normalize as TriviaQA does: like SQuAD, but punctuation becomes a space, so that "Spider-Man" is two words.
-
-    >>> normalise_trivia("The Spider-Man")
-    'spider man'
-    """
-    return _strip_articles(text.lower().translate(PUNCTUATION_TO_SPACE))
-
-
-def _strip_articles(text: str) -> str:
-    return " ".join(ARTICLE_PATTERN.sub(" ", text).split())
+    return " ".join(ARTICLE_PATTERN.sub(" ", text.lower().translate(DELETE_PUNCTUATION)).split())
 
 
 def squad_exact_match(

@@ -41,7 +41,7 @@ def exact_match(
 ) -> float:
     """Return the share of predictions that equal a reference after normalization. Default: strip whitespace.
 
-    `normalise_squad` and `normalise_trivia` are the normalizations of these benchmarks.
+    `normalise_squad` is the normalization of SQuAD.
     """
     choices = as_reference_lists(predictions, references)
     pairs = zip(predictions, choices, strict=True)

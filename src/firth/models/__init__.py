@@ -59,7 +59,7 @@ if TYPE_CHECKING:
     from firth.models.resize_vocab import grow_vocabulary
     from firth.models.scalar_mix import ScalarMix
     from firth.models.sizes import flops_per_token
-    from firth.models.task_heads import head_for_task, with_classification_head
+    from firth.models.task_heads import head_for_task
     from firth.models.template import make_prompt_suffix, make_sequence_template
 
 __all__ = [
@@ -117,7 +117,6 @@ __all__ = [
     "set_token_embeddings",
     "to_hf_config",
     "warm_start_embeddings",
-    "with_classification_head",
     "with_extras",
     "with_vocabulary",
     "write_model",

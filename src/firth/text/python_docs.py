@@ -54,7 +54,7 @@ PYDOCS_TEST_NAME = f"{PYDOCS_NAME}:test"  # a path of labelled examples: the tes
 TEST_FRACTION = 0.025  # of the documents, beside the held-out ones; no corpus has them
 MAX_PACKAGE_CLASSES = 10
 MIN_DOCS_PER_CLASS = 200  # documents of a package that is a class
-MAX_CLASSIFY_WORDS, MAX_BODY_WORDS, MAX_TAGGED_WORDS = 60, 100, 100
+MAX_CLASSIFY_WORDS, MAX_BODY_WORDS = 60, 100
 SUMMARY_WORDS_RANGE = range(3, 31)
 
 DefinitionNode = ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef
@@ -62,7 +62,6 @@ DefinitionNode = ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef
 EMPTY_HEADING = re.compile(r"^[^\n]+\n([-=~^])\1{2,}\n*(?=\Z|[^\n]+\n\1{3,}$)", re.MULTILINE)
 HEADING_RULE = re.compile(r"[-=~^*_]{3,}")
 SIGNATURE_LINE = re.compile(r"[\w.]+\(.*\)")
-TAGGING_TOKEN = re.compile(r"\w+|[^\w\s]")
 
 
 class DocstringRecord(NamedTuple):
@@ -431,19 +430,6 @@ def make_pair_examples(records: Sequence[DocstringRecord]) -> list[Example]:
 def make_summary_examples(records: Sequence[DocstringRecord]) -> list[Example]:
     parts = [(record.name, split_summary_and_body(record)) for record in records]
     return [Example(name, (summary_body[1],), summary_body[0]) for name, summary_body in parts if summary_body]
-
-
-def make_tagging_examples(
-    split: str, records: Sequence[DocstringRecord] | None = None
-) -> list[tuple[list[str], list[str]]]:
-    """Return the words of docstrings with tags: B-PARAM for parameters of the documented object, O otherwise."""
-    examples = []
-    for record in select_split(load_pydocs() if records is None else records, split):
-        tokens = TAGGING_TOKEN.findall(first_words_on_one_line(record.text, MAX_TAGGED_WORDS))
-        tags = ["B-PARAM" if token in record.parameters else "O" for token in tokens]
-        if "B-PARAM" in tags:
-            examples.append((tokens, tags))
-    return examples
 
 
 def split_summary_and_body(record: DocstringRecord) -> tuple[str, str] | None:

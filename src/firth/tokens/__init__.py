@@ -1,7 +1,6 @@
 """Documents to rows of token ids."""
 
 from firth.tokens.builders import TOKENIZER_KINDS
-from firth.tokens.characters import WordCharIds, encode_word_chars
 from firth.tokens.dataset import PackedDataset, RowDataset, Rows
 from firth.tokens.mixing import MixConfig, MixedDataset, MixedShards
 from firth.tokens.prepare import prepare
@@ -31,8 +30,6 @@ __all__ = [
     "TokenIds",
     "Tokenizer",
     "Vocabulary",
-    "WordCharIds",
-    "encode_word_chars",
     "extend_word_tokenizer",
     "is_shards_folder",
     "load_tokenizer",

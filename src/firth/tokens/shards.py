@@ -112,10 +112,6 @@ class Shards:
         return self._count_bit("word_start")
 
     @cached_property
-    def num_sentences(self) -> int:
-        return self._count_bit("sentence_end")
-
-    @cached_property
     def first_side_lengths(self) -> np.ndarray | None:
         """Tokens of the first side of each document, (D,), -1 for one side only; None if all have one side."""
         file = self.folder / "splits.npy"

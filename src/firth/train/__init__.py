@@ -8,12 +8,12 @@ from firth.core.lazy import make_lazy
 
 if TYPE_CHECKING:
     from firth.core.errors import Interrupted
-    from firth.train.checkpoint import TrainState, last_checkpoint
+    from firth.train.checkpoint import last_checkpoint
     from firth.train.compute import ComputeConfig, choose_compute
     from firth.train.folder import run_folder
     from firth.train.log import read_log, token_loss_name
     from firth.train.loop import Diverged, FitResult, fit
-    from firth.train.pretrain import pretrain, pretrain_in_folder, resolve_schedule, write_final_model
+    from firth.train.pretrain import pretrain, pretrain_in_folder
     from firth.train.recipe import (
         Recipe,
         TrainingConfig,
@@ -31,7 +31,6 @@ __all__ = [
     "FitResult",
     "Interrupted",
     "Recipe",
-    "TrainState",
     "TrainingConfig",
     "TrainingRun",
     "apply_overrides",
@@ -44,11 +43,9 @@ __all__ = [
     "pretrain_in_folder",
     "read_log",
     "read_yaml_mapping",
-    "resolve_schedule",
     "run_folder",
     "save_recipe",
     "token_loss_name",
-    "write_final_model",
 ]
 
 make_lazy(__name__)

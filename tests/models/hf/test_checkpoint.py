@@ -28,7 +28,6 @@ from firth.models import (
     make_sequence_template,
     read_tensors,
     to_hf_config,
-    with_classification_head,
     with_vocabulary,
 )
 from firth.models.config import (
@@ -68,6 +67,7 @@ from firth.models.presets import (
     xlm,
     xlm_roberta,
 )
+from firth.models.task_heads import with_classification_head
 from firth.tokens import Vocabulary, load_tokenizer, train_tokenizer
 
 V = 30

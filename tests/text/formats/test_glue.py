@@ -7,7 +7,8 @@ from pathlib import Path
 import pytest
 
 from firth.core.errors import UserError
-from firth.text import Example, detect_glue_task, find_glue_suite, read_labelled
+from firth.text import Example, find_glue_suite, read_labelled
+from firth.text.formats.glue import detect_glue_task
 
 MNLI = ["index", "promptID", "pairID", "sentence1_binary_parse", "sentence2_binary_parse", "sentence1_parse"]
 MNLI += ["sentence2_parse", "sentence1", "sentence2", "label1"]

@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 
 from firth.core.errors import UserError
-from firth.text import AnswerSpan, Example, read_labelled
+from firth.text import Example, read_labelled
+from firth.text.documents import AnswerSpan
 
 CONTEXT = "to be or not to be"
 
