@@ -1,18 +1,17 @@
-"""The predecessors beside BERT on real tasks: what did each step of the history bring, and with how many labels?
+"""Compare the predecessors with BERT on real tasks: what did each model bring, and with how many labels?
 
     python benchmarks/predecessors.py --text en_wiki.train.txt.xz en_books.train.txt.xz --data DATA --output-dir WORK \\
         [--sizes tiny|small] [--minutes M] [--budget B] [--only SIDE,...] [--tasks NAME,...] [--json]
 
-Every side reads the same text. word2vec, ELMo and ULMFiT are pretrained for some minutes each; BERT gets the steps
-whose operations add up to ELMo's, and once more those of ULMFiT's. Then each side learns each task from 100, 1,000 and
-all labels, with several seeds, all in the same number of steps of as many examples (ULMFiT reads the task's own texts
-first, without labels). Each seed draws its own labels, the same for all sides. A cell that is done is kept in
-WORK/results.json and never computed again; seeds come last, so that a run whose `--budget` of minutes is used up has
-something of everything. What vectors alone know of senses (WiC, by a threshold from the training file) is measured
-beside it, layer by layer.
+All sides read the same text. word2vec, ELMo and ULMFiT are pretrained for some minutes each. BERT gets as many steps as
+have the FLOPs of ELMo's run, and in a second run those of ULMFiT's. Then each side is fine-tuned on each task with 100,
+1,000 and all labels and several seeds, for the same number of steps and examples (ULMFiT is first pretrained on the
+task's unlabelled texts). Each seed samples its own labels, the same for all sides. WORK/results.json keeps finished
+cells, which are not computed again. Seeds are the outermost loop, so that a run that ends by `--budget` has one seed of
+everything first. Vectors alone are scored on word senses (WiC, by a threshold chosen on the training file), by layer.
 
-Operations are those of matrix products, forward and backward (three times forward), of what is computed: a sampled
-softmax counts its samples, BERT's vocabulary the places that are asked, ELMo's spelling each word of a batch once.
+FLOPs are those of matmuls, forward and backward (three times forward), as computed: a sampled softmax counts its
+samples, BERT's vocabulary projection the target positions, ELMo's character CNN each word of a batch once.
 """
 
 from __future__ import annotations
@@ -50,29 +49,29 @@ from firth.tokens import is_shards_folder, open_shards
 from firth.train import choose_compute
 
 RESULTS = "results.json"
-LENGTH = 128  # of rows
-# The LSTM each way between a body and its head: its units, and a rate for as few steps as there are here (at the usual
-# 1e-3 it stays at the commonest answer).
-ON_TOP = {"bilstm": 128, "learning_rate": 4e-3}
-TAG_STEPS = 2  # tags take so many times the steps of labels
-EVAL_ROWS = 64  # of held-out text
-LONGEST = "longest"
-BACKWARD = 3  # a training step computes so many times what reading does
+ROW_TOKENS = 128  # tokens per row
+# The biLSTM between a frozen model and its head: units per direction, and a learning rate for few steps (with the usual
+# 1e-3 it predicts the most frequent class only).
+BILSTM_HEAD = {"bilstm": 128, "learning_rate": 4e-3}
+TAG_STEP_FACTOR = 2  # tagging runs this many times the steps of classification
+EVAL_ROWS = 64  # rows of held-out text per evaluation
+SLOWEST = "slowest"  # key of the slowest run of any kind
+TRAINING_FLOPS_FACTOR = 3  # FLOPs of a training step, as a multiple of the forward pass
 
 
 class Size(NamedTuple):
-    """How much text and which models."""
+    """Amount of text, models and numbers of steps."""
 
     megabytes: float  # of text; 0: all
-    vocabulary: dict[str, int]  # by the kind of tokenizer
+    vocabulary: dict[str, int]  # vocabulary size by kind of tokenizer
     models: dict[str, str]
-    rows: dict[str, int]  # of a pretraining step
-    epochs: int  # of word2vec at most
-    bigrams: int  # fastText's hashed pairs of words
-    steps: dict[str, int]  # of fine-tuning, by labels; "more" for all numbers that are not named
-    target: float  # ULMFiT's minutes on a task's own text, as a share of those before
-    batch: int = 32  # examples of a fine-tuning step
-    pretraining_steps: int = 0  # in place of minutes
+    rows: dict[str, int]  # rows per pretraining step
+    epochs: int  # of word2vec, at most
+    bigrams: int  # hash buckets of fastText's bigrams
+    steps: dict[str, int]  # fine-tuning steps by number of labels; "more": any other number
+    target: float  # ULMFiT's minutes on the task's text, as a share of its pretraining
+    batch: int = 32  # examples per fine-tuning step
+    pretraining_steps: int = 0  # replaces --minutes if not 0
 
 
 SIZES = {
@@ -101,26 +100,26 @@ SIZES = {
 
 
 class Side(NamedTuple):
-    """What is pretrained for a side, and how it learns a task; `tags` are fields more for the task tag."""
+    """The pretraining and the fine-tuning fields of a side; `tags` are further fields for tagging."""
 
     name: str
-    body: str  # which pretraining: words, bag, elmo, ulmfit, bert, bert-ulmfit
+    pretraining: str  # one of words, bag, elmo, ulmfit, bert, bert-ulmfit
     fields: dict[str, Any]
-    tags: dict[str, Any] | None = {}  # noqa: RUF012, never changed; None: this side labels no words
+    tags: dict[str, Any] | None = {}  # noqa: RUF012, never changed; None: no tagging
 
 
 SCRATCH = {"from_scratch": True, "freeze": "none"}
 SIDES = {
     "vectors": Side("word2vec, frozen, mean of the words", "words", {"freeze": "backbone", "learning_rate": 2e-2}),
-    "bag": Side("bag of words and pairs (fastText), from scratch", "bag", {**SCRATCH, "learning_rate": 5e-3}),
-    "bilstm": Side("biLSTM, from scratch", "words", {**SCRATCH, **ON_TOP}, {"crf": True}),
+    "bag": Side("bag of words and bigrams (fastText), from scratch", "bag", {**SCRATCH, "learning_rate": 5e-3}),
+    "bilstm": Side("biLSTM, from scratch", "words", {**SCRATCH, **BILSTM_HEAD}, {"crf": True}),
     "vectors-bilstm": Side(
         "word2vec, frozen + biLSTM",
         "words",
-        {"freeze": "backbone", **ON_TOP},
+        {"freeze": "backbone", **BILSTM_HEAD},
         {"crf": True},
     ),
-    "elmo": Side("ELMo, frozen: mix + biLSTM", "elmo", ON_TOP, {"crf": True}),
+    "elmo": Side("ELMo, frozen: mix + biLSTM", "elmo", BILSTM_HEAD, {"crf": True}),
     "lstm": Side(
         "AWD-LSTM, from scratch",
         "ulmfit",
@@ -128,15 +127,15 @@ SIDES = {
         None,
     ),
     "ulmfit": Side("ULMFiT", "ulmfit", {}, None),
-    "bert": Side("BERT, as many operations as ELMo", "bert", {}),
-    "bert-ulmfit": Side("BERT, as many operations as ULMFiT", "bert-ulmfit", {}),
+    "bert": Side("BERT, FLOPs of ELMo", "bert", {}),
+    "bert-ulmfit": Side("BERT, FLOPs of ULMFiT", "bert-ulmfit", {}),
 }
-AS_MANY_AS = {"bert": "elmo", "bert-ulmfit": "ulmfit"}  # operations
+SAME_FLOPS_AS = {"bert": "elmo", "bert-ulmfit": "ulmfit"}
 
 
 class Task(NamedTuple):
     task: str
-    name: str  # of its files under the folder of the data
+    name: str  # of its files in --data
 
 
 TASKS = {
@@ -145,41 +144,43 @@ TASKS = {
     "wnut17": Task("tag", "tagging/wnut17"),
     "wic": Task("word-in-context", "pairs/wic"),
 }
-SENSES = "pairs/wic"  # by a threshold, of bodies that are pretrained
-UNTRAINED = ("bag",)  # bodies that are there for their twins alone
+WIC_FILES = "pairs/wic"  # word senses
+NOT_PRETRAINED = ("bag",)  # needed for the architecture only; its weights are not used
 
 
 class Budget:
-    """Minutes that are left, and what things took so far."""
+    """The time that is left, and the duration of earlier runs."""
 
     def __init__(self, minutes: float) -> None:
         self.end = time.monotonic() + 60 * minutes if minutes else math.inf
-        self.took: dict[str, float] = {}
+        self.seconds_by_kind: dict[str, float] = {}
 
-    def left(self) -> float:
+    def seconds_left(self) -> float:
         return self.end - time.monotonic()
 
-    def note(self, kind: str, seconds: float) -> None:
-        """Remember what one of a kind took, and the longest of all."""
-        self.took |= {kind: seconds, LONGEST: max(seconds, self.took.get(LONGEST, 0.0))}
+    def record(self, kind: str, seconds: float) -> None:
+        """Record the duration of a run of this kind."""
+        self.seconds_by_kind |= {kind: seconds, SLOWEST: max(seconds, self.seconds_by_kind.get(SLOWEST, 0.0))}
 
-    def enough(self, kind: str) -> bool:
-        """Whether there is time for one more of a kind: as long as the last one took, or else the longest of all."""
-        return self.left() > self.took.get(kind, self.took.get(LONGEST, 0.0))
+    def has_time_for(self, kind: str) -> bool:
+        """Whether there is time for another run of this kind (as long as its last one, or the slowest of all)."""
+        return self.seconds_left() > self.seconds_by_kind.get(kind, self.seconds_by_kind.get(SLOWEST, 0.0))
 
 
-class Work:
-    """A folder with everything that is made, and the cells that are done."""
+class Workspace:
+    """The output folder and the results so far."""
 
-    def __init__(self, options: argparse.Namespace) -> None:
-        self.options, self.size, self.folder = options, SIZES[options.sizes], Path(options.output_dir)
+    def __init__(self, args: argparse.Namespace) -> None:
+        self.args, self.size, self.folder = args, SIZES[args.sizes], Path(args.output_dir)
         self.folder.mkdir(parents=True, exist_ok=True)
-        self.results: dict[str, Any] = {"cells": {}, "pretraining": {}, "senses": {}, "sizes": options.sizes}
+        self.results: dict[str, Any] = {"cells": {}, "pretraining": {}, "senses": {}, "sizes": args.sizes}
         if (self.folder / RESULTS).is_file():
             self.results = read_json(self.folder / RESULTS)
-            if self.results["sizes"] != options.sizes:
-                raise UserError(f"{self.folder} was begun with --sizes {self.results['sizes']}: name another folder.")
-        self.budget, self.complete = Budget(options.budget), True
+            if self.results["sizes"] != args.sizes:
+                raise UserError(
+                    f"{self.folder} was started with --sizes {self.results['sizes']}: name another --output-dir."
+                )
+        self.budget, self.complete = Budget(args.budget), True
 
     def save(self) -> None:
         write_json(self.folder / RESULTS, self.results)
@@ -187,19 +188,19 @@ class Work:
     # --- the text
 
     def text(self) -> list[str]:
-        """The text, or as much of each of its files as the size wants."""
+        """Return the text, or the first part of each file up to the size's megabytes."""
         if not self.size.megabytes:
-            return list(self.options.text)
+            return list(self.args.text)
         part = self.folder / "text.jsonl"
         if not part.is_file():
-            share = self.size.megabytes * 1e6 / len(self.options.text)
+            share = self.size.megabytes * 1e6 / len(self.args.text)
             lines = []
-            for source in self.options.text:
-                room = share
+            for source in self.args.text:
+                num_left = share
                 for document in Corpus([source]):
                     lines.append(json.dumps({"text": document.text}) + "\n")
-                    room -= len(document.text)
-                    if room < 0:
+                    num_left -= len(document.text)
+                    if num_left < 0:
                         break
             temporary = part.with_suffix(".tmp")
             temporary.write_text("".join(lines), encoding="utf-8")
@@ -207,82 +208,87 @@ class Work:
         return [str(part)]
 
     def shards(self, kind: str) -> Path:
-        """The text in tokens of a kind, made once."""
-        place = self.folder / f"shards-{kind}"
-        if not is_shards_folder(place):
+        """Return the shards for a kind of tokenizer, made once."""
+        path = self.folder / f"shards-{kind}"
+        if not is_shards_folder(path):
             tokenizer = self.folder / f"tokenizer-{kind}"
             if not tokenizer.is_dir():
                 api.tokenizer(self.text(), tokenizer, kind, self.size.vocabulary[kind])
-            api.prepare(self.text(), tokenizer, place, resume=True, workers=self.options.workers)
-        return place
+            api.prepare(self.text(), tokenizer, path, resume=True, workers=self.args.workers)
+        return path
 
     # --- pretraining
 
-    def how_long(self, share: float = 1.0) -> dict[str, Any]:
-        """The fields of a recipe that say when to end."""
+    def duration_fields(self, share: float = 1.0) -> dict[str, Any]:
+        """Return the recipe fields that set the length of a run."""
         if self.size.pretraining_steps:
             return {"max_steps": self.size.pretraining_steps}
-        return {"minutes": share * self.options.minutes}
+        return {"minutes": share * self.args.minutes}
 
-    def body(self, name: str) -> Path | None:
-        """A pretrained checkpoint, made now where it is not there; None where no time is left for that."""
+    def pretraining(self, name: str) -> Path | None:
+        """Return a pretrained checkpoint, made now if missing; None if there is no time left."""
         final = self.folder / name / "final"
         if final.is_dir() and name in self.results["pretraining"]:
             return final
-        like = AS_MANY_AS.get(name)  # whose operations must be known first
-        unknown = like is not None and like not in self.results["pretraining"]
-        if (unknown and self.body(like) is None) or self.budget.left() < 60 * self.options.minutes:
+        reference = SAME_FLOPS_AS.get(name)  # its FLOPs must be known first
+        unknown = reference is not None and reference not in self.results["pretraining"]
+        if (unknown and self.pretraining(reference) is None) or self.budget.seconds_left() < 60 * self.args.minutes:
             return None
         say(f"--- pretraining {name}")
-        began = time.monotonic()
-        others = {"words": self.words, "bag": self.bag, "elmo": self.elmo, "ulmfit": self.ulmfit}
-        found = self.bert(name, like) if like else others[name]()
+        start_time = time.monotonic()
+        others = {"words": self.word2vec, "bag": self.bag, "elmo": self.elmo, "ulmfit": self.ulmfit}
+        result = self.bert(name, reference) if reference else others[name]()
         before = self.results["pretraining"].get(name, {}).get("times", 0)
-        found |= {"seconds": time.monotonic() - began, "times": before + 1}
-        self.results["pretraining"][name] = found
+        result |= {"seconds": time.monotonic() - start_time, "times": before + 1}
+        self.results["pretraining"][name] = result
         self.save()
         return final
 
-    def words(self) -> dict[str, Any]:
+    def word2vec(self) -> dict[str, Any]:
         shards = self.shards("word")
-        turns = -(-open_shards(shards).train.num_tokens // WORD_CHUNK_TOKENS) * self.size.epochs
-        how_long = {"max_steps": -(-turns // CHUNKS_PER_STEP), **self.how_long()}
-        workers = {"workers": self.options.workers}
-        facts = api.pretrain("word2vec", shards, self.folder / "words", overwrite=True, overrides=workers, **how_long)
+        num_chunks = -(-open_shards(shards).train.num_tokens // WORD_CHUNK_TOKENS) * self.size.epochs
+        duration = {"max_steps": -(-num_chunks // CHUNKS_PER_STEP), **self.duration_fields()}
+        workers = {"workers": self.args.workers}
+        facts = api.pretrain("word2vec", shards, self.folder / "words", overwrite=True, overrides=workers, **duration)
         recipe = api.read_yaml_mapping(self.folder / "words" / "recipe.yaml")
-        # Each word is guessed by about window + 1 others (a window's size is drawn), against the noise words.
-        each = 2 * recipe["vector_size"] * (recipe["negative"] + 1) * (recipe["window"] + 1)
-        return summary(facts, "word2vec", each * BACKWARD * facts["tokens"])
+        # Each word is predicted by about window + 1 others (window sizes are random), with the negative samples.
+        flops = 2 * recipe["vector_size"] * (recipe["negative"] + 1) * (recipe["window"] + 1)
+        return summarize(facts, "word2vec", flops * TRAINING_FLOPS_FACTOR * facts["tokens"])
 
     def bag(self) -> dict[str, Any]:
-        """A model of words and pairs of words, for the sake of its twin: nothing of its vectors is used."""
+        """Make a bag of words and bigrams of which only the architecture is used."""
         more = {"workers": 1, "max_steps": 1, "bigrams": self.size.bigrams}
         facts = api.pretrain("word2vec", self.shards("word"), self.folder / "bag", overwrite=True, overrides=more)
-        return summary(facts, "word2vec", 0.0)
+        return summarize(facts, "word2vec", 0.0)
 
     def elmo(self) -> dict[str, Any]:
-        overrides = {"model.recurrent.clip": 0}  # bounds are computed place by place, which is slower
-        facts, config = self.pretrained("elmo", "elmo-characters", {"overrides": overrides, **self.how_long()})
-        return facts | self.operations(config, facts, words_spelled(config, self.shards("elmo-characters"), facts))
+        overrides = {"model.recurrent.clip": 0}  # clipping steps through the positions one by one, which is slower
+        facts, config = self.run_pretraining(
+            "elmo", "elmo-characters", {"overrides": overrides, **self.duration_fields()}
+        )
+        return facts | self.total_flops(config, facts, unique_word_share(config, self.shards("elmo-characters"), facts))
 
     def ulmfit(self) -> dict[str, Any]:
-        facts, config = self.pretrained("ulmfit", "word", self.how_long())
-        return facts | self.operations(config, facts, 1.0)
+        facts, config = self.run_pretraining("ulmfit", "word", self.duration_fields())
+        return facts | self.total_flops(config, facts, 1.0)
 
-    def bert(self, side: str, like: str) -> dict[str, Any]:
-        """As many steps as another body has operations for."""
-        wanted = self.results["pretraining"][like]["flops"]
+    def bert(self, side: str, reference: str) -> dict[str, Any]:
+        """Train for as many steps as have the FLOPs of another pretraining."""
+        target_flops = self.results["pretraining"][reference]["flops"]
         shards, model = self.shards("wordpiece"), self.size.models["bert"]
         config, _ = api.resolve_model(model)
         config = replace(config, vocab_size=open_shards(shards).tokenizer.vocab.size)
-        a_step = BACKWARD * flops_of(config, 1.0) * self.size.rows["bert"] * LENGTH
-        steps = max(1, round(wanted / a_step))
-        say(f"{like}'s {wanted:.3g} operations are {steps:,} steps of {model}, {a_step:.3g} each: {steps * a_step:.3g}")
-        facts, config = self.pretrained(side, "wordpiece", {"max_steps": steps}, "bert")
-        return facts | {"flops_per_token": BACKWARD * flops_of(config, 1.0), "flops": steps * a_step}
+        flops_per_step = TRAINING_FLOPS_FACTOR * forward_flops(config, 1.0) * self.size.rows["bert"] * ROW_TOKENS
+        steps = max(1, round(target_flops / flops_per_step))
+        say(f"{reference}'s {target_flops:.3g} FLOPs are {steps:,} steps of {model} with {flops_per_step:.3g} each")
+        facts, config = self.run_pretraining(side, "wordpiece", {"max_steps": steps}, "bert")
+        return facts | {
+            "flops_per_token": TRAINING_FLOPS_FACTOR * forward_flops(config, 1.0),
+            "flops": steps * flops_per_step,
+        }
 
-    def pretrained(
-        self, side: str, kind: str, options: dict[str, Any], model: str = ""
+    def run_pretraining(
+        self, side: str, kind: str, fields: dict[str, Any], model: str = ""
     ) -> tuple[dict[str, Any], ModelConfig]:
         model = model or side
         facts = api.pretrain(
@@ -293,152 +299,162 @@ class Work:
             per_device_train_batch_size=self.size.rows[model],
             save_steps=10**6,
             eval_rows=EVAL_ROWS,
-            **options,
+            **fields,
         )
-        return summary(facts, self.size.models[model], 0.0), read_config(self.folder / side / "final")
+        return summarize(facts, self.size.models[model], 0.0), read_config(self.folder / side / "final")
 
-    def operations(self, config: ModelConfig, facts: Mapping[str, Any], spelled: float) -> dict[str, float]:
-        each = BACKWARD * flops_of(config, spelled)
-        return {"flops_per_token": each, "flops": each * facts["tokens"]}
+    def total_flops(self, config: ModelConfig, facts: Mapping[str, Any], unique_share: float) -> dict[str, float]:
+        flops = TRAINING_FLOPS_FACTOR * forward_flops(config, unique_share)
+        return {"flops_per_token": flops, "flops": flops * facts["tokens"]}
 
     # --- tasks
 
-    def files(self, task: str) -> tuple[Path, Path]:
-        train, dev = (self.options.data / f"{TASKS[task].name}.{part}.jsonl.xz" for part in ("train", "dev"))
+    def task_files(self, task: str) -> tuple[Path, Path]:
+        train, dev = (self.args.data / f"{TASKS[task].name}.{part}.jsonl.xz" for part in ("train", "dev"))
         return train, dev
 
     def checkpoint(self, side: str, task: str) -> Path | None:
-        """What a side begins a task with: its body, for ULMFiT after the task's own texts."""
-        final = self.body(SIDES[side].body)
+        """Return the checkpoint that a side starts a task from; ULMFiT's is pretrained on the task's texts too."""
+        final = self.pretraining(SIDES[side].pretraining)
         if side != "ulmfit" or final is None:
             return final
-        place = self.folder / f"ulmfit-{task}"
+        path = self.folder / f"ulmfit-{task}"
         target = self.folder / f"ulmfit-{task}-target" / "final"
         if target.is_dir():
             return target
-        if self.budget.left() < 60 * self.options.minutes * self.size.target:
+        if self.budget.seconds_left() < 60 * self.args.minutes * self.size.target:
             return None
-        say(f"--- ULMFiT reads the texts of {task}")
+        say(f"--- pretraining ULMFiT on the texts of {task}")
         text = self.folder / f"{task}.jsonl"
-        examples = read_labelled(self.files(task)[0], TASKS[task].task, None, "train")
+        examples = read_labelled(self.task_files(task)[0], TASKS[task].task, None, "train")
         text.write_text("".join(json.dumps({"text": " ".join(e.texts)}) + "\n" for e in examples), encoding="utf-8")
         rows = {"per_device_train_batch_size": self.size.rows["ulmfit"], "save_steps": 10**6, "eval_rows": EVAL_ROWS}
-        return api.adapt_to_target_text(final, [text], place, overwrite=True, **self.how_long(self.size.target), **rows)
+        return api.adapt_to_target_text(
+            final, [text], path, overwrite=True, **self.duration_fields(self.size.target), **rows
+        )
 
     def cell(self, side: str, task: str, labels: str, seed: int) -> FinetuneRecipe | None:
-        """How one seed learns; None where no time is left."""
+        """Return the recipe of one seed; None if there is no time left."""
         checkpoint = self.checkpoint(side, task)
-        if checkpoint is None or not self.budget.enough(f"{side}/{task}/{labels}"):
+        if checkpoint is None or not self.budget.has_time_for(f"{side}/{task}/{labels}"):
             return None
-        steps = self.size.steps.get(labels, self.size.steps["more"]) * (TAG_STEPS if TASKS[task].task == "tag" else 1)
-        train, dev = self.files(task)
+        steps = self.size.steps.get(labels, self.size.steps["more"]) * (
+            TAG_STEP_FACTOR if TASKS[task].task == "tag" else 1
+        )
+        train, dev = self.task_files(task)
         fields = finetuning_defaults(read_config(checkpoint))
-        if side == "ulmfit":  # all layers learn from the middle of the run on
+        if side == "ulmfit":  # all layers are unfrozen by the middle of the run
             fields |= {"unfreeze_every": max(1, steps // 10), "num_train_epochs": 0.0}
         fields |= SIDES[side].fields | ((SIDES[side].tags or {}) if TASKS[task].task == "tag" else {})
-        place = self.folder / f"cell-{side}-{task}-{labels}-{seed}"
-        shutil.rmtree(place, ignore_errors=True)
+        path = self.folder / f"cell-{side}-{task}-{labels}-{seed}"
+        shutil.rmtree(path, ignore_errors=True)
         fields |= {"seeds": 1, "seed": seed, "shots": 0 if labels == "all" else int(labels)}
-        fields |= {"max_steps": steps, "per_device_train_batch_size": self.size.batch, "max_seq_length": LENGTH}
-        files = {"checkpoint": str(checkpoint), "train": str(train), "dev": str(dev), "output_dir": str(place)}
-        return FinetuneRecipe(**fields | files, task=TASKS[task].task, save_steps=10**6)
+        fields |= {"max_steps": steps, "per_device_train_batch_size": self.size.batch, "max_seq_length": ROW_TOKENS}
+        paths = {"checkpoint": str(checkpoint), "train": str(train), "dev": str(dev), "output_dir": str(path)}
+        return FinetuneRecipe(**fields | paths, task=TASKS[task].task, save_steps=10**6)
 
     def cells(self) -> Iterator[tuple[str, FinetuneRecipe]]:
-        """The cells that are not done yet and that there is time for; each is asked for when its turn has come."""
-        o = self.options
+        """Yield the cells that are not done, as long as there is time."""
+        o = self.args
         for seed in range(o.seeds):
             for labels in o.labels:
                 for task in o.tasks:
                     for side in o.only:
                         key = f"{side}/{task}/{labels}/{seed}"
-                        if key in self.results["cells"] or not possible(side, task):
+                        if key in self.results["cells"] or not is_supported(side, task):
                             continue
                         if recipe := self.cell(side, task, labels, seed):
                             yield key, recipe
                         else:
                             self.complete = False
 
-    def senses(self, body: str) -> bool:
-        """Accuracy on word-in-context by a threshold; whether there was time for it."""
-        train, dev = (self.options.data / f"{SENSES}.{part}.jsonl.xz" for part in ("train", "dev"))
-        if body in self.results["senses"] or body in UNTRAINED or not train.is_file():
+    def evaluate_senses(self, pretraining: str) -> bool:
+        """Score each layer on word-in-context; return False if there was no time."""
+        train, dev = (self.args.data / f"{WIC_FILES}.{part}.jsonl.xz" for part in ("train", "dev"))
+        if pretraining in self.results["senses"] or pretraining in NOT_PRETRAINED or not train.is_file():
             return True
-        final = self.body(body)
-        if final is None or not self.budget.enough("senses"):
+        final = self.pretraining(pretraining)
+        if final is None or not self.budget.has_time_for("senses"):
             return False
-        began = time.monotonic()
+        start_time = time.monotonic()
         layers = range(read_config(final).num_layers + 1)
-        found = {}
+        accuracy_by_layer = {}
         for layer in layers:
-            place = self.folder / "senses"
-            result = evaluate(final, "word-in-context", dev, place, train=str(train), layer=layer, overwrite=True)
-            found[str(layer)] = result["metrics"]["accuracy"]
-        self.results["senses"][body] = found
-        self.budget.note("senses", time.monotonic() - began)
+            path = self.folder / "senses"
+            result = evaluate(final, "word-in-context", dev, path, train=str(train), layer=layer, overwrite=True)
+            accuracy_by_layer[str(layer)] = result["metrics"]["accuracy"]
+        self.results["senses"][pretraining] = accuracy_by_layer
+        self.budget.record("senses", time.monotonic() - start_time)
         self.save()
         return True
 
     def run(self) -> bool:
-        """Everything that is not done yet and that there is time for; whether all is done."""
-        bodies = dict.fromkeys(SIDES[side].body for side in self.options.only)
-        asked = [self.body(body) is not None and self.senses(body) for body in bodies]
-        self.complete = all(asked)
-        for key, found in run_parallel(score, self.cells(), self.options.jobs, self.folder / "log.txt"):
-            self.results["cells"][key] = found
-            self.budget.note(key.rpartition("/")[0], found["seconds"])
+        """Run everything that is not done and fits into the budget; return whether all is done."""
+        pretrainings = dict.fromkeys(SIDES[side].pretraining for side in self.args.only)
+        done = [self.pretraining(name) is not None and self.evaluate_senses(name) for name in pretrainings]
+        self.complete = all(done)
+        for key, result in run_parallel(score, self.cells(), self.args.jobs, self.folder / "log.txt"):
+            self.results["cells"][key] = result
+            self.budget.record(key.rpartition("/")[0], result["seconds"])
             self.save()
-            say(f"{key}: {100 * found['score']:.1f} in {found['seconds']:.1f}s, {self.time_left()}")
+            say(f"{key}: {100 * result['score']:.1f} in {result['seconds']:.1f}s, {self.time_left()}")
         return self.complete
 
     def time_left(self) -> str:
-        return f"{format_duration(max(self.budget.left(), 0))} left" if self.options.budget else "no end set"
+        return f"{format_duration(max(self.budget.seconds_left(), 0))} left" if self.args.budget else "no time limit"
 
 
 def score(recipe: FinetuneRecipe) -> dict[str, Any]:
-    """What one seed comes to; its folder is removed."""
-    began = time.monotonic()
-    found = finetune(recipe)
+    """Fine-tune one seed and return its score; the folder is removed."""
+    start_time = time.monotonic()
+    result = finetune(recipe)
     shutil.rmtree(recipe.output_dir, ignore_errors=True)
-    seconds = time.monotonic() - began
-    return {"score": found["mean"], "metric": found["metric"], "failed": bool(found.get("failed")), "seconds": seconds}
+    seconds = time.monotonic() - start_time
+    return {
+        "score": result["mean"],
+        "metric": result["metric"],
+        "failed": bool(result.get("failed")),
+        "seconds": seconds,
+    }
 
 
-def possible(side: str, task: str) -> bool:
-    """ULMFiT and its twin label no words: they have no states that have read what comes after one."""
+def is_supported(side: str, task: str) -> bool:
+    """Whether a side can do a task: left-to-right LSTMs cannot tag, as their states have not seen the right context."""
     return SIDES[side].tags is not None or TASKS[task].task != "tag"
 
 
-def summary(facts: Mapping[str, Any], model: str, flops: float) -> dict[str, Any]:
+def summarize(facts: Mapping[str, Any], model: str, flops: float) -> dict[str, Any]:
     names = ("parameters", "tokens", "steps", "eval_loss", "tokens_per_second")
     return {"model": model, **{name: facts[name] for name in names}, "flops": flops}
 
 
-# --- operations -----------------------------------------------------------------------------------------------------
+# --- FLOPs -----------------------------------------------------------------------------------------------------
 
 
-def flops_of(config: ModelConfig, spelled: float) -> float:
-    """Operations to read one token in pretraining, as they are computed; `spelled` is the share of words spelled."""
-    body = flops_per_token(replace(config, head=ClassificationHead(())), LENGTH)
+def forward_flops(config: ModelConfig, unique_share: float) -> float:
+    """Return the forward FLOPs per token of pretraining; `unique_share` scales ELMo's character CNN."""
+    backbone = flops_per_token(replace(config, head=ClassificationHead(())), ROW_TOKENS)
     head = config.head
     assert isinstance(head, LMHead)
     if isinstance(config.recurrent, ELMoConfig):
-        words = flops_per_token(replace(config, head=ClassificationHead(()), num_layers=0), LENGTH)
-        ways, sampled = 2, min(head.num_sampled or config.vocab_size, config.vocab_size)
-        return body - words + spelled * words + ways * 2 * config.recurrent.proj_size * sampled
-    vocabulary = flops_per_token(config, LENGTH) - body
-    asked = OBJECTIVES["mlm"].expected_rates()["targets"] if config.architecture == "encoder" else 1.0
-    return body + asked * vocabulary
+        characters = flops_per_token(replace(config, head=ClassificationHead(()), num_layers=0), ROW_TOKENS)
+        num_directions, sampled = 2, min(head.num_sampled or config.vocab_size, config.vocab_size)
+        softmax = num_directions * 2 * config.recurrent.proj_size * sampled
+        return backbone - characters + unique_share * characters + softmax
+    vocabulary = flops_per_token(config, ROW_TOKENS) - backbone
+    target_rate = OBJECTIVES["mlm"].expected_rates()["targets"] if config.architecture == "encoder" else 1.0
+    return backbone + target_rate * vocabulary
 
 
-def words_spelled(config: ModelConfig, shards: Path, facts: Mapping[str, Any]) -> float:
-    """How many different words a batch has for each of its places: ELMo spells each of them once."""
+def unique_word_share(config: ModelConfig, shards: Path, facts: Mapping[str, Any]) -> float:
+    """Return the share of unique words in a batch: ELMo runs its character CNN once for each."""
     text = open_shards(shards).train.tokens
-    rows = max(1, round(facts["tokens"] / facts["steps"] / LENGTH))
-    draw = np.random.default_rng(0)
+    rows = max(1, round(facts["tokens"] / facts["steps"] / ROW_TOKENS))
+    rng = np.random.default_rng(0)
     shares = []
     for _ in range(20):
-        first = draw.integers(0, max(len(text) - LENGTH, 1), rows)
-        batch = np.concatenate([text[i : i + LENGTH] for i in first])
+        first = rng.integers(0, max(len(text) - ROW_TOKENS, 1), rows)
+        batch = np.concatenate([text[i : i + ROW_TOKENS] for i in first])
         shares.append(len(np.unique(batch)) / len(batch))
     return float(np.mean(shares))
 
@@ -447,7 +463,7 @@ def words_spelled(config: ModelConfig, shards: Path, facts: Mapping[str, Any]) -
 
 
 class Cell(NamedTuple):
-    """What the seeds of a cell come to."""
+    """Mean and standard deviation over the seeds of a cell."""
 
     mean: float
     std: float
@@ -455,21 +471,25 @@ class Cell(NamedTuple):
     failed: int
 
 
-def cells_of(results: Mapping[str, Any]) -> dict[tuple[str, str, str], Cell]:
-    """By side, task and labels. Failed runs, no better than the commonest answer, count in the mean."""
-    found = defaultdict(list)
+def aggregate_cells(results: Mapping[str, Any]) -> dict[tuple[str, str, str], Cell]:
+    """Return cells by side, task and labels. The mean includes failed runs (no better than the majority class)."""
+    cells = defaultdict(list)
     for key, cell in results["cells"].items():
         side, task, labels, _ = key.split("/")
-        found[side, task, labels].append(cell)
+        cells[side, task, labels].append(cell)
     return {
-        key: Cell(*mean_and_std([100 * c["score"] for c in some]), len(some), sum(c["failed"] for c in some))
-        for key, some in found.items()
+        key: Cell(
+            *mean_and_std([100 * c["score"] for c in seed_results]),
+            len(seed_results),
+            sum(c["failed"] for c in seed_results),
+        )
+        for key, seed_results in cells.items()
     }
 
 
-def markdown(results: Mapping[str, Any], options: argparse.Namespace) -> str:
-    """The tables, ready to be pasted."""
-    parts = ["\n".join(pretraining_lines(results)), "\n".join(score_lines(cells_of(results), options))]
+def markdown(results: Mapping[str, Any], args: argparse.Namespace) -> str:
+    """Return the tables in Markdown."""
+    parts = ["\n".join(pretraining_lines(results)), "\n".join(score_lines(aggregate_cells(results), args))]
     if results["senses"]:
         parts.append("\n".join(sense_lines(results["senses"])))
     return "\n\n".join(parts)
@@ -477,33 +497,33 @@ def markdown(results: Mapping[str, Any], options: argparse.Namespace) -> str:
 
 def pretraining_lines(results: Mapping[str, Any]) -> list[str]:
     lines = [
-        "| pretraining | model | parameters | tokens | operations a token | operations | held-out loss | seconds |",
+        "| pretraining | model | parameters | tokens | FLOPs per token | FLOPs | held-out loss | seconds |",
         "| --- | --- | --- | --- | --- | --- | --- | --- |",
     ]
     for name, facts in results["pretraining"].items():
-        if name not in UNTRAINED:
+        if name not in NOT_PRETRAINED:
             loss = f"{facts['eval_loss']:.3f}" if facts["eval_loss"] is not None else ""
-            each = facts["flops"] / max(facts["tokens"], 1)
+            flops_per_token = facts["flops"] / max(facts["tokens"], 1)
             lines.append(
-                f"| {name} | {facts['model']} | {facts['parameters']:,} | {facts['tokens']:,} | {each:.3g} | "
-                f"{facts['flops']:.3g} | {loss} | {facts['seconds']:.0f} |"
+                f"| {name} | {facts['model']} | {facts['parameters']:,} | {facts['tokens']:,} | "
+                f"{flops_per_token:.3g} | {facts['flops']:.3g} | {loss} | {facts['seconds']:.0f} |"
             )
     return lines
 
 
-def score_lines(cells: Mapping[tuple[str, str, str], Cell], options: argparse.Namespace) -> list[str]:
-    columns = [(task, labels) for task in options.tasks for labels in options.labels]
+def score_lines(cells: Mapping[tuple[str, str, str], Cell], args: argparse.Namespace) -> list[str]:
+    columns = [(task, labels) for task in args.tasks for labels in args.labels]
     lines = [
         "| side | " + " | ".join(f"{task}, {labels}" for task, labels in columns) + " |",
         "| --- |" + " --- |" * len(columns),
     ]
-    for side in options.only:
-        texts = [written(cells.get((side, *column))) for column in columns]
+    for side in args.only:
+        texts = [format_cell(cells.get((side, *column))) for column in columns]
         lines.append(f"| {SIDES[side].name} | " + " | ".join(texts) + " |")
     return lines
 
 
-def written(cell: Cell | None) -> str:
+def format_cell(cell: Cell | None) -> str:
     """
     >>> written(Cell(81.25, 1.5, 3, 1))
     '81.2 ± 1.5 (1 failed)'
@@ -517,102 +537,111 @@ def written(cell: Cell | None) -> str:
     return f"{cell.mean:.1f}{deviation}" + (f" ({', '.join(notes)})" if notes else "")
 
 
-def sense_lines(senses: Mapping[str, Mapping[str, float]]) -> list[str]:
-    lines = ["| same sense (WiC), by a threshold | accuracy of layer 0, 1, ... |", "| --- | --- |"]
-    for body, found in senses.items():
-        lines.append(f"| {body} | " + ", ".join(f"{100 * x:.1f}" for x in found.values()) + " |")
+def sense_lines(accuracy_by_pretraining: Mapping[str, Mapping[str, float]]) -> list[str]:
+    lines = ["| same sense (WiC), cosine threshold | accuracy of layer 0, 1, ... |", "| --- | --- |"]
+    for pretraining, accuracies in accuracy_by_pretraining.items():
+        lines.append(f"| {pretraining} | " + ", ".join(f"{100 * x:.1f}" for x in accuracies.values()) + " |")
     return lines
 
 
 def labels_needed(cells: Mapping[tuple[str, str, str], Cell], task: str, side: str, sizes: Mapping[str, int]) -> Any:
-    """How many labels a side from scratch needs to be as good as ULMFiT with 100, by a line between log counts.
+    """Return how many labels a side needs to match ULMFiT with 100, interpolated between the log counts.
 
-    None where something is not measured; infinity where all labels are not enough.
+    None if something is not measured; infinity if all labels are not enough.
     """
-    goal = cells.get(("ulmfit", task, "100"))
+    reference_cell = cells.get(("ulmfit", task, "100"))
     points = sorted((n, cells[side, task, labels].mean) for labels, n in sizes.items() if (side, task, labels) in cells)
-    if goal is None or len(points) < 2:
+    if reference_cell is None or len(points) < 2:
         return None
-    if points[0][1] >= goal.mean:
+    if points[0][1] >= reference_cell.mean:
         return points[0][0]
     for (n, low), (m, high) in pairwise(points):
-        if high >= goal.mean:
-            share = (goal.mean - low) / (high - low)
+        if high >= reference_cell.mean:
+            share = (reference_cell.mean - low) / (high - low)
             return math.exp(math.log(n) + share * (math.log(m) - math.log(n)))
     return math.inf
 
 
-def hundredfold(results: Mapping[str, Any], work: Work) -> dict[str, Any]:
-    """Does ULMFiT with 100 labels equal training from scratch with 100 times as many? Says so for each task."""
-    cells, answers = cells_of(results), dict[str, Any]()
-    for task in work.options.tasks:
+def compare_label_counts(results: Mapping[str, Any], workspace: Workspace) -> dict[str, Any]:
+    """Print how many labels training from scratch needs to match ULMFiT with 100 (Howard & Ruder 2018: 100 times)."""
+    cells, labels_needed_by_side = aggregate_cells(results), dict[str, Any]()
+    for task in workspace.args.tasks:
         if TASKS[task].task != "classify" or ("ulmfit", task, "100") not in cells:
             continue
-        whole = len(read_labelled(work.files(task)[0], "classify", None, "train"))
-        sizes = {labels: whole if labels == "all" else int(labels) for labels in work.options.labels}
+        whole = len(read_labelled(workspace.task_files(task)[0], "classify", None, "train"))
+        sizes = {labels: whole if labels == "all" else int(labels) for labels in workspace.args.labels}
         for side in ("lstm", "bilstm", "bag"):
-            needed = labels_needed(cells, task, side, sizes)
-            if needed is None:
+            num_labels = labels_needed(cells, task, side, sizes)
+            if num_labels is None:
                 continue
-            answers[f"{task}/{side}"] = None if math.isinf(needed) else needed
-            if math.isinf(needed):
+            labels_needed_by_side[f"{task}/{side}"] = None if math.isinf(num_labels) else num_labels
+            if math.isinf(num_labels):
                 count = f"more than all {whole:,} (over {whole / 100:,.0f}x)"
-            elif needed <= min(sizes.values()):
-                count = f"{needed:,} or fewer: nothing was gained"
+            elif num_labels <= min(sizes.values()):
+                count = f"{num_labels:,} or fewer: no gain"
             else:
-                count = f"about {needed:,.0f} ({needed / 100:,.1f}x)"
+                count = f"about {num_labels:,.0f} ({num_labels / 100:,.1f}x)"
             print(f"{task}: ULMFiT with 100 labels = {SIDES[side].name} with {count}")
-    return answers
+    return labels_needed_by_side
 
 
-def listed(text: str, known: Sequence[str] | None, option: str) -> list[str]:
-    """Names with commas between; those that are not known are refused."""
+def parse_names(text: str, known: Sequence[str] | None, option: str) -> list[str]:
+    """Split a comma-separated list; an unknown name is an error."""
     names = [name for name in text.split(",") if name]
-    if known is not None and (wrong := [name for name in names if name not in known]):
-        raise UserError(f"{option}: there is no {wrong[0]!r}. There are: {', '.join(known)}.")
+    if known is not None and (unknown := [name for name in names if name not in known]):
+        raise UserError(f"{option}: unknown name {unknown[0]!r}. Choose from {', '.join(known)}.")
     return names
 
 
-def arguments(words: Sequence[str] | None) -> argparse.Namespace:
+def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--text", nargs="+", required=True)
+    parser.add_argument("--text", nargs="+", required=True, help="text files to pretrain on")
     parser.add_argument("--data", type=Path, required=True, help="folder with classification/, tagging/, pairs/")
-    parser.add_argument("--output-dir", required=True, help="what is made, and results.json: the same one goes on")
-    parser.add_argument("--sizes", choices=SIZES, default="tiny")
-    parser.add_argument("--minutes", type=float, default=2.0, help="of each pretraining but BERT's")
-    parser.add_argument("--budget", type=float, default=0.0, help="end after so many minutes, and keep what is done")
-    parser.add_argument("--only", default=",".join(SIDES), help="sides, as elmo,bert")
-    parser.add_argument("--tasks", default="sst2,trec,wnut17", help=f"of {','.join(TASKS)}")
-    parser.add_argument("--labels", default="100,1000,all")
-    parser.add_argument("--seeds", type=int, default=3)
-    parser.add_argument("--jobs", type=int, default=1, help="cells that are computed at once")
-    parser.add_argument("--workers", type=int, default=0, help="of word2vec and of prepare; 0: one for each core")
-    parser.add_argument("--json", action="store_true", help="everything as one JSON object on the last line")
-    options = parser.parse_args(words)
-    options.only = listed(options.only, list(SIDES), "--only")
-    options.tasks = listed(options.tasks, list(TASKS), "--tasks")
-    options.labels = listed(options.labels, None, "--labels")
-    return options
+    parser.add_argument("--output-dir", required=True, help="models and results.json; the same folder resumes")
+    parser.add_argument("--sizes", choices=SIZES, default="tiny", help="models and amount of text (tiny)")
+    parser.add_argument("--minutes", type=float, default=2.0, help="minutes of each pretraining but BERT's (2)")
+    parser.add_argument(
+        "--budget", type=float, default=0.0, help="end after this many minutes and keep the results (0: no limit)"
+    )
+    parser.add_argument("--only", default=",".join(SIDES), help="sides to compare, as elmo,bert (all)")
+    parser.add_argument("--tasks", default="sst2,trec,wnut17", help=f"some of {','.join(TASKS)} (sst2,trec,wnut17)")
+    parser.add_argument("--labels", default="100,1000,all", help="numbers of labels (100,1000,all)")
+    parser.add_argument("--seeds", type=int, default=3, help="seeds of each cell (3)")
+    parser.add_argument("--jobs", type=int, default=1, help="cells that run in parallel (1)")
+    parser.add_argument(
+        "--workers", type=int, default=0, help="threads of word2vec, processes of prepare; 0: one per core (0)"
+    )
+    parser.add_argument("--json", action="store_true", help="print one JSON object on the last line")
+    args = parser.parse_args(argv)
+    args.only = parse_names(args.only, list(SIDES), "--only")
+    args.tasks = parse_names(args.tasks, list(TASKS), "--tasks")
+    args.labels = parse_names(args.labels, None, "--labels")
+    return args
 
 
-def main(words: Sequence[str] | None = None) -> None:
-    options = arguments(words)
-    began, machine = time.monotonic(), choose_compute(FinetuneRecipe())
-    say(f"firth {__version__}; {machine}")
-    work = Work(options)
-    complete = work.run()
-    print(markdown(work.results, options) + "\n")
-    answers = hundredfold(work.results, work)
-    for name, like in AS_MANY_AS.items():
-        if name in (made := work.results["pretraining"]) and like in made:
-            print(f"operations: {like} {made[like]['flops']:.4g}, {name} {made[name]['flops']:.4g}")
-    again = [name for name, facts in work.results["pretraining"].items() if facts["times"] > 1]
-    if again:
-        print(f"pretrained more than once, as the folder was gone: {', '.join(again)}; cells are of any of these.")
-    state = "complete" if complete else "not complete: the budget is used up; the same command goes on"
-    say(f"{state}; {format_duration(time.monotonic() - began)}")
-    if options.json:
-        facts = {**work.results, "complete": complete, "labels_needed": answers, "machine": str(machine)}
+def main(argv: Sequence[str] | None = None) -> None:
+    args = parse_arguments(argv)
+    start_time, compute = time.monotonic(), choose_compute(FinetuneRecipe())
+    say(f"firth {__version__}; {compute}")
+    workspace = Workspace(args)
+    complete = workspace.run()
+    print(markdown(workspace.results, args) + "\n")
+    labels_needed_by_side = compare_label_counts(workspace.results, workspace)
+    for name, reference in SAME_FLOPS_AS.items():
+        if name in (results := workspace.results["pretraining"]) and reference in results:
+            print(f"FLOPs: {reference} {results[reference]['flops']:.4g}, {name} {results[name]['flops']:.4g}")
+    repeated = [name for name, facts in workspace.results["pretraining"].items() if facts["times"] > 1]
+    if repeated:
+        print(f"pretrained more than once, because the folder was deleted: {', '.join(repeated)}. Cells may mix them.")
+    state = "complete" if complete else "incomplete: the budget is used up; the same command resumes"
+    say(f"{state}; {format_duration(time.monotonic() - start_time)}")
+    if args.json:
+        facts = {
+            **workspace.results,
+            "complete": complete,
+            "labels_needed": labels_needed_by_side,
+            "machine": str(compute),
+        }
         print(json.dumps(facts))
 
 

@@ -14,7 +14,7 @@ from firth.text.minhash import MinHashIndex, minhash_signature
 from firth.text.shingles import hash_word_ngrams, hash_words
 
 sys.path.append(str(Path(__file__).parents[2] / "benchmarks"))
-from near_duplicates import measure, plant
+from near_duplicates import measure, plant_duplicates
 
 
 def test_words_by_hand() -> None:
@@ -41,15 +41,15 @@ def test_a_signature_stays_the_same_in_every_version() -> None:
 
 
 def test_signatures_agree_as_often_as_texts_are_alike() -> None:
-    planted = plant(200, 300, clear=False)
+    planted = plant_duplicates(200, 300, unambiguous=False)
     originals, copies = planted.texts[:200], planted.texts[200:]
     marks = np.stack([minhash_signature(text) for text in originals])
     alike = np.array([(marks == minhash_signature(copy)).mean(axis=1).max() for copy in copies])
-    assert np.abs(alike - planted.likeness[200:]).mean() < 0.04
+    assert np.abs(alike - planted.jaccard_indices[200:]).mean() < 0.04
 
 
 def test_planted_duplicates_are_found() -> None:
-    found = measure(MinHashIndex().check_and_add, plant(600, 150))
+    found = measure(MinHashIndex().check_and_add, plant_duplicates(600, 150))
     assert found["precision"] >= 0.95
     assert found["recall"] >= 0.95
 
