@@ -62,7 +62,12 @@ VERBALIZED_TASK_METRICS = {"regress": "pearson", "relation": "f1", "span-qa": "f
 
 
 class VerbalizedTask:
-    """A task whose labels are texts; `base_task` encodes, trains and predicts."""
+    """A task whose labels are texts; `base_task` encodes, trains and predicts.
+
+    `answer_type` converts the predicted text: a class stays text, a score becomes a float, a choice its index.
+    """
+
+    answer_type: type[Any] = str
 
     def __init__(self, name: str, base_task: TextToTextTask) -> None:
         self.name, self.base_task, self.prompt_fn = name, base_task, TASK_PROMPTS[name]
@@ -98,7 +103,8 @@ class VerbalizedTask:
     def predict(
         self, model: Model, items: Sequence[Seq2SeqExample], compute: ComputeConfig, batch_size: int
     ) -> list[Prediction]:
-        return self.base_task.predict(model, items, compute, batch_size)
+        predictions = self.base_task.predict(model, items, compute, batch_size)
+        return [p._replace(prediction=self.answer_type(p.prediction)) for p in predictions]
 
     def score(self, examples: Sequence[Example], predictions: Sequence[Prediction]) -> dict[str, float]:
         return compute_metrics(self.name, [p.prediction for p in predictions], [e.target for e in examples])
@@ -107,20 +113,18 @@ class VerbalizedTask:
 class VerbalizedRegressionTask(VerbalizedTask):
     """Targets are rounded and written as text; the prediction is the most likely number of the training set."""
 
+    answer_type = float
+
     def answer_text(self, example: Example) -> str:
         values = [float(label) for label in self.labels]
         target = float(example.target or 0.0)
         return self.labels[min(range(len(values)), key=lambda i: abs(values[i] - target))]
 
-    def predict(
-        self, model: Model, items: Sequence[Seq2SeqExample], compute: ComputeConfig, batch_size: int
-    ) -> list[Prediction]:
-        predictions = self.base_task.predict(model, items, compute, batch_size)
-        return [p._replace(prediction=float(p.prediction)) for p in predictions]
-
 
 class VerbalizedChoiceTask(VerbalizedTask):
     """Predict the candidate that is the most likely continuation of the context."""
+
+    answer_type = int
 
     def answer_text(self, example: Example) -> str:
         return example.texts[1 + max(example.target or 0, 0)]  # the target is -1 if no candidate is right
@@ -131,12 +135,6 @@ class VerbalizedChoiceTask(VerbalizedTask):
             item._replace(candidates=tuple(next(candidates) for _ in e.texts[1:]))
             for item, e in zip(super().encode(examples), examples, strict=True)
         ]
-
-    def predict(
-        self, model: Model, items: Sequence[Seq2SeqExample], compute: ComputeConfig, batch_size: int
-    ) -> list[Prediction]:
-        predictions = self.base_task.predict(model, items, compute, batch_size)
-        return [p._replace(prediction=int(p.prediction)) for p in predictions]
 
 
 class VerbalizedQATask(VerbalizedTask):
