@@ -49,10 +49,6 @@ class BeamState(NamedTuple):
         row_B1 = torch.arange(len(index_BK), device=index_BK.device)[:, None]
         return BeamState(*(x[row_B1, index_BK] for x in self))
 
-    def top_beams(self, num_beams: int, score_BK: Tensor | None = None) -> BeamState:
-        """Return the `num_beams` best, by `score_BK` (default: the beams' own score)."""
-        return self.gather((self.score if score_BK is None else score_BK).topk(num_beams).indices)
-
     def extend(self, num_positions: int) -> BeamState:
         """Append `num_positions` empty positions."""
         return self._replace(
@@ -87,7 +83,7 @@ def beam_search(
     logits_BV = logits_BV[prompt_BN]
     running, finished = empty_beams(B, N, L, device), empty_beams(B, N, L, device)
     running.score[:, 0] = 0.0  # all beams start equal: expand one, or the N best would be N copies
-    full_BN = torch.zeros(B, N, dtype=torch.bool, device=device)  # occupied slots of `finished`
+    full_BN = torch.zeros(B, N, dtype=torch.bool, device=device)  # which slots of `finished` hold a sequence
     open_B1 = torch.ones(B, 1, dtype=torch.bool, device=device)  # prompts that can still improve
     for step in range(max_steps):
         if step == running.token.shape[2]:
@@ -125,7 +121,9 @@ def beam_search(
         logits_processor.select_rows(row_B)
         logits_processor.append(token_B)
         logits_BV = decode_state.decode_step(token_B).float()
-    return beams_to_lists(finished.top_beams(config.num_return_sequences), logits_processor.eos_ids)
+    return beams_to_lists(
+        finished.gather(finished.score.topk(config.num_return_sequences).indices), logits_processor.eos_ids
+    )
 
 
 def expand_beams(

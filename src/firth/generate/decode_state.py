@@ -74,7 +74,10 @@ class DecodeState(Protocol):
         """Append one token to each row; return the logits of the token after it."""
 
     def select_rows(self, row_B: Tensor, same_prompt: bool = False) -> None:
-        """Keep these rows, in this order. `same_prompt`: rows move only among beams of one prompt."""
+        """Keep these rows, in this order.
+
+        `same_prompt`: rows move only among the beams of one prompt, so that cross-attention keys and values stay.
+        """
 
 
 def make_decode_state(
@@ -260,7 +263,7 @@ class CachedDecode:
         return self.model.stack
 
     def embed(self, input_ids_BT: Tensor, position_ids_BT: Tensor | None = None) -> Tensor:
-        """Return the embeddings of the prompt, or of new tokens at `position_ids_BT`."""
+        """Return the embeddings of the prompt, or of new tokens at `position_ids_BT` (UniLM: token type 1)."""
         position_embedding = self.model.decoder_embed if isinstance(self.model, EncoderDecoder) else None
         is_new_text = self.mask_ids and position_ids_BT is not None
         return self.model.embed(

@@ -6,10 +6,10 @@ Visibility is one integer per token, `attention_rank`. Query i attends to key j 
     bidirectional (BERT)            0 0 0 0 0 0    every token sees every token
     causal (GPT)                    0 1 2 3 4 5    every token sees itself and earlier ones
     prefix (prefix LM), 3 given     0 0 0 1 2 3    the prefix sees itself, the rest is causal
-    permutation (XLNet)             3 0 4 1 5 2    every token sees those predicted before it
+    permutation (XLNet)             3 0 4 1 5 2    every token sees itself and those predicted before it
 
-XLNet's query stream predicts a token that it must not see: it uses the strict `rank[j] < rank[i]`. Packed documents
-need no extra rule, and a sliding window only narrows what is visible (`LocalWindow`).
+XLNet's query stream predicts the token at its own position and must not see it: it uses the strict `rank[j] < rank[i]`.
+Packed documents need no extra rule, and a sliding window only narrows what is visible (`LocalWindow`).
 
 The rule has two forms here. `make_attention_spec` writes it as a boolean mask (B, 1, T, S) for SDPA and eager
 attention. `make_key_range` writes it as integer ranges: a key's id is `document * stride + rank`, and a query sees the
@@ -134,10 +134,10 @@ def make_attention_spec(
         earlier = attention_rank[:, None, :] <= attention_rank[:, :, None]
         mask = earlier if mask is None else mask & earlier
     elif is_causal and (mask is not None or score_bias is not None):
-        like = mask if mask is not None else score_bias
-        assert like is not None
-        lower = torch.ones(like.shape[-2:], dtype=torch.bool, device=like.device).tril()
-        mask = lower[None] if mask is None else mask & lower
+        scores_like = mask if mask is not None else score_bias
+        assert scores_like is not None
+        causal = torch.ones(scores_like.shape[-2:], dtype=torch.bool, device=scores_like.device).tril()
+        mask = causal[None] if mask is None else mask & causal
     bias = score_bias
     if mask is not None:
         mask = mask[:, None]
@@ -146,11 +146,11 @@ def make_attention_spec(
     key_range = make_key_range(is_causal, document_ids, attention_rank, key_document_ids, window=window)
     if key_range is not None and key_range.key_ids.is_cuda:
         key_range = with_tile_bounds(key_range)  # once for all layers
-    ordered = is_causal and document_ids is None and attention_rank is None and window is None
+    is_exactly_causal = is_causal and document_ids is None and attention_rank is None and window is None
     return AttentionSpec(
-        ordered and mask is None,
+        is_exactly_causal and mask is None,
         mask,
-        ordered and mask is not None,
+        is_exactly_causal and mask is not None,
         score_bias,
         bias,
         bias_max_distance,
@@ -180,7 +180,7 @@ def make_key_range(
         else document_ids_BT.int() * KEY_ID_DOCUMENT_STRIDE
     )
     if key_document_ids_BS is not None:
-        return KeyRange(key_document_ids_BS.int() * KEY_ID_DOCUMENT_STRIDE, base_BT)
+        return KeyRange(key_document_ids_BS.int() * KEY_ID_DOCUMENT_STRIDE, base_BT)  # ranges of one id: a document
     if attention_rank_BT is None and window is None and not is_causal:
         return KeyRange(base_BT, base_BT.clone())  # compiled graphs need inputs that do not alias
     position_T = torch.arange(like.shape[1], dtype=torch.int32, device=like.device)
@@ -232,20 +232,21 @@ def attend(q_BHTd: Tensor, k_BGSd: Tensor, v_BGSd: Tensor, spec: AttentionSpec, 
         return eager_attention(q_BHTd, k_BGSd, v_BGSd, spec, dropout, scale)
     if kernel == "fused":
         return fused_attention(q_BHTd, k_BGSd, v_BGSd, *spec.kernel_args(q_BHTd.dtype, dropout, scale))
-    bias = spec.mask if spec.masked_bias is None else spec.masked_bias.to(q_BHTd.dtype)
+    attn_mask = spec.mask if spec.masked_bias is None else spec.masked_bias.to(q_BHTd.dtype)
     grouped = q_BHTd.shape[1] != k_BGSd.shape[1]
-    if grouped and bias is not None:  # SDPA's kernels that take a mask have no grouped-query attention
+    if grouped and attn_mask is not None:  # SDPA's kernels that take a mask have no grouped-query attention
         k_BGSd, v_BGSd = repeat_heads(k_BGSd, q_BHTd), repeat_heads(v_BGSd, q_BHTd)
     y_BHTd = F.scaled_dot_product_attention(
         q_BHTd,
         k_BGSd,
         v_BGSd,
-        attn_mask=bias,
+        attn_mask=attn_mask,
         dropout_p=dropout,
         is_causal=spec.is_causal,
         scale=scale,
-        enable_gqa=grouped and bias is None,
+        enable_gqa=grouped and attn_mask is None,
     )
+    # SDPA returns 0 for a row whose boolean mask is all false, but a uniform average where a finite bias masks the row.
     return zero_empty_rows(y_BHTd, spec) if spec.has_empty_rows and spec.masked_bias is not None else y_BHTd
 
 
@@ -271,8 +272,9 @@ def supports_fused_attention(q_BHTd: Tensor, k_BGSd: Tensor, spec: AttentionSpec
         return False
     fits_causal = not (spec.is_causal or spec.mask_is_causal) or q_BHTd.shape[2] == k_BGSd.shape[2]
     is_16_bit = q_BHTd.dtype in (torch.bfloat16, torch.float16)
-    must_be_ordered = torch.are_deterministic_algorithms_enabled() and spec.bias is not None and spec.bias.requires_grad
-    has_shared_bias = spec.bias is not None and not must_be_ordered
+    is_trained_bias = spec.bias is not None and spec.bias.requires_grad
+    needs_deterministic_grad = torch.are_deterministic_algorithms_enabled() and is_trained_bias
+    has_shared_bias = spec.bias is not None and not needs_deterministic_grad
     return fits_causal and is_16_bit and (spec.masked_bias is None or has_shared_bias)
 
 
@@ -284,12 +286,9 @@ def relative_attention(
     Deterministic runs do not use the kernel where it accumulates gradients atomically.
     """
     q_BHTd, S = relative_scores.query, k_BHSd.shape[2]
-    must_be_ordered = torch.are_deterministic_algorithms_enabled() and has_nondeterministic_grads(relative_scores)
+    forbids_kernel = torch.are_deterministic_algorithms_enabled() and has_nondeterministic_grads(relative_scores)
     can_fuse_relative = (
-        spec.allow_fused
-        and relative_scores.extra_scores is None
-        and has_fused_attention(q_BHTd)
-        and not must_be_ordered
+        spec.allow_fused and relative_scores.extra_scores is None and has_fused_attention(q_BHTd) and not forbids_kernel
     )
     if (
         select_attention_kernel(q_BHTd.device.type, spec, dropout, torch.compiler.is_compiling(), can_fuse_relative)

@@ -2,7 +2,7 @@
 
 `prefill` computes the prompts at once and stores their keys and values; `decode_step` computes one token per row. The
 cache is preallocated, and key s of a row is at index s. Rows of different lengths are padded on the right: new tokens
-overwrite the padding, which no token of a prompt has seen.
+overwrite the padding, which no token of a prompt has attended to.
 
 Shapes: B rows, T positions of the prompts, S positions in all, H heads, G heads of keys and values, d head size, D
 model width.
@@ -24,7 +24,7 @@ from firth.models.position.rope import make_rope
 
 
 def can_cache(config: ModelConfig) -> bool:
-    """Whether earlier keys and values stay the same when a token is appended."""
+    """Whether the keys and values of earlier tokens stay the same when a token is appended."""
     return config.recurrent is None and not isinstance(config.position, TransformerXL | Disentangled)
 
 
@@ -146,14 +146,14 @@ class KVCache:
         """Return the specs of each row's new token, in global and in sliding-window layers."""
         config = self.stack.config
         position_B = self.next_position_B[:1] if self.has_equal_lengths else self.next_position_B
-        back_BS = position_B[:, None] - torch.arange(self.num_keys, device=x_B1D.device)
-        written_BS = None if self.has_equal_lengths else back_BS >= 0
+        distance_BS = position_B[:, None] - torch.arange(self.num_keys, device=x_B1D.device)  # from the token to key s
+        written_BS = None if self.has_equal_lengths else distance_BS >= 0  # later keys are padding or not written yet
         bias = (
             None
             if self.distance_bias is None
-            else self.distance_bias[:, back_BS.clamp(min=0)].transpose(0, 1)[:, :, None]
+            else self.distance_bias[:, distance_BS.clamp(min=0)].transpose(0, 1)[:, :, None]
         )
-        relative = back_BS if isinstance(config.position, Shaw) else None
+        relative = distance_BS if isinstance(config.position, Shaw) else None
 
         def make_spec(visible_BS: Tensor | None, is_local: bool) -> AttentionSpec:
             mask = None if visible_BS is None else visible_BS[:, None, None]
@@ -168,7 +168,7 @@ class KVCache:
         global_spec = make_spec(written_BS, is_local=False)
         if config.window is None:
             return global_spec, global_spec
-        near_BS = back_BS <= config.window.size // 2
+        near_BS = distance_BS <= config.window.size // 2
         return global_spec, make_spec(near_BS if written_BS is None else near_BS & written_BS, is_local=True)
 
     def bias_by_distance(self) -> Tensor | None:

@@ -1,15 +1,16 @@
 """Masked language modelling: hide some tokens, and predict them from both sides.
 
-BERT (Devlin et al. 2019, section 3.1 and appendix A.1). Of the tokens of a row, 15% are *targets*. The encoder reads
-there:
+BERT (Devlin et al. 2019, section 3.1 and appendix A.1). 15% of the tokens of a row are *targets*: their labels
+are the original tokens. At a target the encoder reads:
 
     80%   [MASK]             the model must use the context
     10%   a random token     the model cannot trust any input token, so every position gets a useful representation
     10%   the token itself   fine-tuning has no [MASK]; this keeps the representation close to the real token
 
 Only targets have a label, so an MLM step trains on 15% of the positions where CLM trains on all; in return each target
-attends to both sides. The number of targets is fixed per row (K = round(rate * L) slots), hence the vocabulary
-projection runs on (B, K) positions, not on (B, L). A slot that a short row does not fill has label -100.
+attends to both sides. A row has a fixed number of target slots, so the vocabulary projection runs on (B, K) positions,
+not on (B, L): K = round(rate * L), and more for span masking, whose number of targets varies. An unused slot has label
+-100.
 
 `masking` decides which tokens are targets (the schemes are in `noise_mask.py`):
 
@@ -33,7 +34,7 @@ projection runs on (B, K) positions, not on (B, L). A slot that a short row does
                positions train, which is where ELECTRA's sample efficiency comes from (section 3.5). Sampling needs the
                generator's logits, so it happens in `models/electra.py`; the batch is that of MLM
 
-`num_static_masks` is about when noise is drawn. 0 draws new masks for each epoch ("dynamic masking", RoBERTa, Liu et
+`num_static_masks` sets how often masks are drawn. 0 draws new ones for each epoch ("dynamic masking", RoBERTa, Liu et
 al. 2019, section 4.1); 10 makes ten masks per row and cycles through them, as BERT's data was duplicated ten times.
 
 Shapes: B rows, L positions, K target slots.

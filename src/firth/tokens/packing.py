@@ -32,6 +32,7 @@ import numpy as np
 
 from firth.tokens.shards import Shards, load_or_compute_arrays
 
+PACKING_VERSION = 2  # part of the cache key: raise it when the algorithm changes
 MAX_PADDING_SHARE = 0.01  # share of positions: below it, `fill_row_gaps` cuts no more documents
 MIN_GAP_TOKENS = 32  # tokens of text: a smaller gap is not worth cutting a document for
 GAP_USE_SHARE = 0.9  # share of the gaps that text is expected to fill; the rest is lost at their ends
@@ -54,7 +55,7 @@ def cached_packing(
 ) -> RowPacking:
     """Return the packing of `shards` into rows of `capacity` tokens; compute it once and store it beside them."""
     key = hashlib.sha256(
-        f"2 {shards.fingerprint} {template_size} {max_documents_per_row} {split_at}".encode()
+        f"{PACKING_VERSION} {shards.fingerprint} {template_size} {max_documents_per_row} {split_at}".encode()
     ).hexdigest()[:12]
 
     def compute() -> RowPacking:
@@ -177,11 +178,14 @@ class OpenRows:
         self.nonempty_mask = 0  # bit f is set if rows with f free tokens exist
 
     def best_bucket(self, cost: int) -> tuple[int, int]:
-        """Return (free tokens, pieces) of the bucket with the fewest free tokens that suffice; else of a new row."""
-        enough = self.nonempty_mask >> cost
-        if not enough:
+        """Return (free tokens, pieces) of the bucket with the fewest free tokens that suffice; else of a new row.
+
+        Of rows with equally many free tokens, those with the most pieces come first: the others can take more later.
+        """
+        large_enough = self.nonempty_mask >> cost
+        if not large_enough:
             return self.capacity, 0
-        free_tokens = cost + (enough & -enough).bit_length() - 1  # the lowest set bit
+        free_tokens = cost + (large_enough & -large_enough).bit_length() - 1  # the lowest set bit
         return free_tokens, max(self.buckets[free_tokens])
 
     def take_rows(self, free_tokens: int, num_pieces: int, max_rows: int) -> list[int]:
@@ -265,6 +269,7 @@ class RowGaps:
         """Place a piece, cut to the gaps; a remainder without a gap gets a row of its own."""
         while length and self.gaps:
             row, free_tokens, pieces = self.gaps.popleft()
+            # A piece that is cut leaves at least MIN_GAP_TOKENS // 2 tokens: no scraps of a word or two.
             taken = length if length <= free_tokens else min(free_tokens, length - MIN_GAP_TOKENS // 2)
             self.placed.append((row, start, taken))
             start, length = start + taken, length - taken

@@ -81,16 +81,16 @@ class Guard:
     def should_skip(self, loss: Tensor, grad_norm: Tensor, step: int) -> Tensor:
         """Return 1.0 if this step must not update the weights, else 0.0, as a scalar tensor on the device."""
         scalars = torch.stack([loss.float(), grad_norm.float()])
-        bad = ~scalars.isfinite().all()
+        skip = ~scalars.isfinite().all()
         if self.spike_factor:
             has_history = self.history[0].isfinite().sum() >= MIN_HISTORY_STEPS
-            bad = bad | (has_history & (scalars > self.spike_factor * nan_row_medians(self.history)).any())
-            self.history[:, step % MEDIAN_WINDOW_STEPS] = torch.where(bad, math.nan, scalars)
+            skip = skip | (has_history & (scalars > self.spike_factor * nan_row_medians(self.history)).any())
+            self.history[:, step % MEDIAN_WINDOW_STEPS] = torch.where(skip, math.nan, scalars)
         scale = torch.ones_like(scalars[0]) if self.loss_scale is None else self.loss_scale
-        self.last_outcome = torch.stack([*scalars, bad.float(), scale])
+        self.last_outcome = torch.stack([*scalars, skip.float(), scale])
         if self.loss_scale is not None:
             self.update_loss_scale(~grad_norm.isfinite())
-        return bad.float()
+        return skip.float()
 
     @property
     def last_skipped(self) -> Tensor:

@@ -53,7 +53,7 @@ from firth.train.step_runner import LossFn, StepRunner
 RECOMPILE_LIMIT = 64  # batch shapes that torch.compile may specialise on
 RECOMPUTE_MIN_PARAMETERS = 500_000_000  # model size from which activations are recomputed by default
 
-_compiled_with_recompute = False  # setting of the programs compiled last
+_compiled_with_recompute = False  # recompute setting of the code that was compiled last
 
 RecurrentStateDict = dict[str, torch.Tensor]  # state per row of the batch, by name
 
@@ -74,13 +74,13 @@ class TrainingRun:
     before_step: Callable[[int], None] | None = None  # called with the step, for a loss that changes with it
     layer_rate: Callable[[int, int], float] | None = None  # (step, depth) -> factor of the learning rate of a layer
     freeze_schedule: FreezeSchedule = field(default_factory=FreezeSchedule)  # which parameters are trained, from when
-    score_fn: Callable[[Mapping[str, float]], float] | None = (
-        None  # metrics -> a score to maximise; the best checkpoint is kept
-    )
+    # Metrics -> a score to maximise; the best checkpoint is kept.
+    score_fn: Callable[[Mapping[str, float]], float] | None = None
     halvings: int = 0  # how often micro-batches were halved after running out of memory
     patience: int = 0  # early stopping: evaluations without improvement; 0 turns it off
     save_last: bool = True  # save a checkpoint after the last step, so that a longer run can resume
-    computing: Callable[[], AbstractContextManager[None]] = nullcontext  # entered while weights do not change
+    # Entered while gradients are computed: weights do not change then, so that a signal may end the process.
+    computing: Callable[[], AbstractContextManager[None]] = nullcontext
     deferred_init: Callable[[], None] | None = None  # initialises the weights; the first step is compiled meanwhile
     text_progress: Callable[[int], TextProgress] | None = None  # number of steps -> text that they read
     replan: Replan | None = None  # plans the steps of a run with `minutes` again, while it runs
@@ -95,7 +95,7 @@ def build_step_runner(run: TrainingRun) -> StepRunner:
     if run.training.fp8:
         convert_to_fp8(run.model, run.compute.device)
 
-    def program(losses: LossFn) -> LossFn:
+    def compile_loss_fn(losses: LossFn) -> LossFn:
         if not run.compute.compile:
             return losses
         mark_compile_constants()
@@ -106,9 +106,9 @@ def build_step_runner(run: TrainingRun) -> StepRunner:
         return torch.compile(losses, dynamic=False, mode="reduce-overhead" if run.compute.cuda_graphs else None)
 
     if run.training.engine.weights == "bf16":
-        assert run.loss_fn is None, "a recipe refuses it"
-        return BF16Replica(run.model, program, run.compute)
-    losses = program(run.loss_fn or partial(run.model.losses, with_metrics=True))
+        assert run.loss_fn is None, "the recipe check refuses bf16 weights with another loss"
+        return BF16Replica(run.model, compile_loss_fn, run.compute)
+    losses = compile_loss_fn(run.loss_fn or partial(run.model.losses, with_metrics=True))
     captures = run.compute.cuda_graphs and (run.compute.compile_regions or not run.compute.compile)
     return (CudaGraphStep if captures else StepRunner)(run.model, losses, run.compute)
 
@@ -151,17 +151,17 @@ def train_step(
             run, runner, micro_batches, step, recurrent_state or {}, loss_scale, counts, keep_in_replica
         )
     norm = clip_gradients(run, runner, optimizer)
-    bad = guard.should_skip(total, norm, step) if guard else None
+    skip = guard.should_skip(total, norm, step) if guard else None  # a tensor, 1.0 or 0.0: the host does not wait
     if recurrent_state is not None:
-        update_recurrent_state(recurrent_state, concat_states(states), bad)
+        update_recurrent_state(recurrent_state, concat_states(states), skip)
     for group in optimizer.param_groups:
         group["lr"] = learning_rate * group.get("scale", 1.0)
         if run.layer_rate is not None:
             group["lr"] *= run.layer_rate(step, group["depth"])
-    if bad is not None:
-        bad = bad.to(next(run.model.parameters()).device)  # which may be on the host
-    both = isinstance(optimizer, AdamW) and bool(optimizer.replicas)
-    optimizer.found_inf = bad  # type: ignore[attr-defined]  # torch's name: fused optimizers skip the update
+    if skip is not None:
+        skip = skip.to(next(run.model.parameters()).device)  # with CPU offload the parameters are on the host
+    updates_replica = isinstance(optimizer, AdamW) and bool(optimizer.replicas)  # it writes the bf16 weights too
+    optimizer.found_inf = skip  # type: ignore[attr-defined]  # torch's name: fused optimizers skip the update
     try:
         optimizer.step()
     except RuntimeError as e:
@@ -171,7 +171,7 @@ def train_step(
             "Out of memory for the optimizer state. --optim adafactor needs little, --parallel fsdp --cpu-offload "
             "keeps it in host memory, and a smaller model has less."
         ) from e
-    runner.end_step(both)
+    runner.end_step(updates_replica)
     optimizer.zero_grad(set_to_none=runner.frees_gradients)
     return total
 
@@ -184,13 +184,13 @@ def compile_ahead(
     Garbage collection is off meanwhile: the compiler creates many objects and leaves little to collect.
     """
     say("compiling the step; the next run takes it from the cache")
-    collects = gc.isenabled()
+    gc_was_enabled = gc.isenabled()
     gc.disable()
     try:
         with run.computing():
             compute_gradients(run, runner, micro_batches[:1], step, RecurrentStateDict())
     finally:
-        if collects:
+        if gc_was_enabled:
             gc.enable()
     optimizer.zero_grad(set_to_none=runner.frees_gradients)
 
@@ -210,16 +210,16 @@ def compute_gradients(
     After an out-of-memory error the step is computed again in smaller micro-batches. `keep_in_replica` lets gradients
     stay in a bf16 replica if the optimizer can read them there.
     """
-    world, result = run.compute.dist_context, None
+    dist, result = run.compute.dist_context, None
     if run.before_step is not None:
         run.before_step(step)
-    counts = counts or all_reduce_counts(micro_batches, world)
+    counts = counts or all_reduce_counts(micro_batches, dist)
     if not run.model.training:  # train() visits every module, which takes a while
         run.model.train()
     runner.begin_step()
     while result is None:
         try:
-            # around backward too: a checkpointed block runs the same compiled program again
+            # around backward too: activation checkpointing runs a block's compiled code again
             with (
                 compile_regions() if run.compute.compile_regions else nullcontext(),
                 recompute_in_backward(run),
@@ -241,14 +241,14 @@ def compute_gradients(
                 raise UserError(f"The step cannot be compiled here: {reason}. Pass --no-compile.") from e
             if not is_out_of_memory(e):
                 raise
-        # outside of `except`, so that nothing of the failed attempt is referenced
-        if world.any_out_of_memory(result is None):
+        # outside of `except`: the exception holds references to the tensors of the failed attempt
+        if dist.any_out_of_memory(result is None):
             result = None
             if not runner.release_memory():
                 halve_micro_batches(run, micro_batches)
             free_gradients(run, runner)
-    world.all_reduce_gradients(run.model)
-    world.all_reduce_tensors([result[0], *([runner.metrics] if runner.metric_names else [])])
+    dist.all_reduce_gradients(run.model)
+    dist.all_reduce_tensors([result[0], *([runner.metrics] if runner.metric_names else [])])
     return result
 
 
@@ -258,7 +258,7 @@ def should_recompute(model: Model, training: TrainingConfig) -> bool:
 
 
 def reset_compiled_if_changed(recompute: bool) -> None:
-    """Drop programs that an earlier run of this process compiled with another recompute setting."""
+    """Drop code that an earlier run of this process compiled with another recompute setting."""
     global _compiled_with_recompute
     if recompute != _compiled_with_recompute:
         reset_compiled_regions()
@@ -267,7 +267,7 @@ def reset_compiled_if_changed(recompute: bool) -> None:
 
 @contextmanager
 def recompute_in_backward(run: TrainingRun) -> Iterator[None]:
-    """Let programs compiled in here recompute activations; by default torch stores every matmul input."""
+    """Let code compiled inside recompute activations; by default torch stores every matmul input."""
     if not (run.compute.compile and should_recompute(run.model, run.training)):
         yield
         return

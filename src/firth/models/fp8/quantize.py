@@ -1,7 +1,8 @@
 """Quantize to FP8 with one scale per row, alone or fused with an activation and its backward pass.
 
 E4M3 floats (Micikevicius et al. 2022, section 3) have a sign, 4 exponent bits and 3 mantissa bits: magnitudes from
-2^-9 to 448. Quantizing a row has two steps: find its largest magnitude (amax), then divide and round:
+2^-9 (the smallest subnormal) to 448. Quantizing a row has two steps: find its largest magnitude (amax), then divide
+and round:
 
     scale = amax(|row|) / 448        float32, saved for the matmul that multiplies it back in
     row8  = round(row / scale)       to the nearest E4M3 number
@@ -9,7 +10,12 @@ E4M3 floats (Micikevicius et al. 2022, section 3) have a sign, 4 exponent bits a
 The scale is computed from the row itself ("dynamic" scaling), so nothing ever overflows and no history of amax values
 is kept. The cost is that a row must be complete before its first element can be written. The kernels therefore hold a
 whole row in registers: one program reads it once, finds amax, and writes it in FP8. Rows of a width that is no power
-of two are held as two parts, A + B >= N, because Triton's tensors have power-of-two sizes.
+of two are held as two parts, A + B >= N, because Triton's tensors have power-of-two sizes. In the kernels `a` and `b`
+are the column indices of the two parts, and `x_a`, `x_b` their elements.
+
+Two things are fused with quantizing, since the row is in registers anyway. `column_scale` (N,) multiplies the columns
+first: for dx = dy W these are the row scales of W, which the matmul cannot apply (see `linear.py`). The column sums of
+an output gradient are the gradient of the bias.
 
 Torch's compiler fuses amax and rounding with whatever computes the row, but only while it fits one of its blocks; for
 rows longer than `MAX_COMPILED_ROW_SIZE` it reads the row twice, and these kernels are faster.
@@ -69,7 +75,10 @@ ACTIVATION_BWD_LAUNCH = RowLaunch(8, 3, 384)
 def quantize_rowwise(
     x: Tensor, column_scale_N: Tensor | None = None, needs_sums: bool = False
 ) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Return `x * column_scale` in FP8, its row scales (M,), and with `needs_sums` the column sums of `x` (N,)."""
+    """Return `x * column_scale` in FP8, its row scales (M,), and with `needs_sums` the column sums of `x` (N,).
+
+    If `x` is an output gradient, the sums are the gradient of the bias.
+    """
     if can_use_triton(x) and (x.shape[1] > MAX_COMPILED_ROW_SIZE or not torch.compiler.is_compiling()):
         x8, scale_M, sums_CN = quantize_rows_triton(x, column_scale_N, needs_sums)
         return x8, scale_M, sums_CN.sum(0) if needs_sums else None
@@ -151,7 +160,11 @@ def quantize_activation_backward(
 def eager_activation(
     x: Tensor, bias: Tensor | None, activation_index: int, is_gated: bool
 ) -> tuple[Tensor, tuple[Tensor, Tensor], Tensor, Tensor | None]:
-    """Return the activation, its sigmoid factor and the slope of that, the gate, and the value it gates (or None)."""
+    """Return the activation, (s, s'), the gate, and the value that it gates (or None).
+
+    Each activation is gate * s(gate) with s(x) = sigmoid(P(x)): for SiLU P(x) = x, for GELU s is close to the normal
+    CDF (`kernels/activation.py`).
+    """
     h = x.float() if bias is None else x.float() + bias.float()
     gate, value = h.chunk(2, 1) if is_gated else (h, None)
     factors = sigmoid_gate_and_slope(gate, KERNEL_ACTIVATIONS[activation_index])
@@ -183,16 +196,16 @@ if triton is not None:
         a, b = contiguous_range(A), A + contiguous_range(B)
         total_a, total_b = tl.zeros([A], tl.float32), tl.zeros([B], tl.float32)
         for m in tl.range(tl.program_id(0), M, tl.num_programs(0), num_stages=NUM_STAGES):
-            one, two = load_columns(x, m, a, N, N), load_columns(x, m, b, N, N)
+            x_a, x_b = load_columns(x, m, a, N, N), load_columns(x, m, b, N, N)
             if NEEDS_SUMS:
-                total_a += one
-                total_b += two
+                total_a += x_a
+                total_b += x_b
             if HAS_COLUMN_SCALE:
-                one *= load_columns(column_scale, 0, a, N, N)
-                two *= load_columns(column_scale, 0, b, N, N)
-            inverse = store_row_scale(scales, m, max_abs(one, two))
-            store_columns(x8, m, a, one * inverse, N, N)
-            store_columns(x8, m, b, two * inverse, N, N)
+                x_a *= load_columns(column_scale, 0, a, N, N)
+                x_b *= load_columns(column_scale, 0, b, N, N)
+            inverse = store_row_scale(scales, m, max_abs(x_a, x_b))
+            store_columns(x8, m, a, x_a * inverse, N, N)
+            store_columns(x8, m, b, x_b * inverse, N, N)
         if NEEDS_SUMS:
             store_columns(sums, tl.program_id(0), a, total_a, N, N)
             store_columns(sums, tl.program_id(0), b, total_b, N, N)
@@ -205,11 +218,11 @@ if triton is not None:
     ):  # fmt: skip
         a, b = contiguous_range(A), A + contiguous_range(B)
         for m in tl.range(tl.program_id(0), M, tl.num_programs(0), num_stages=NUM_STAGES):
-            one = activation_row(x, bias, m, a, N, ACTIVATION, IS_GATED, HAS_BIAS)
-            two = activation_row(x, bias, m, b, N, ACTIVATION, IS_GATED, HAS_BIAS)
-            inverse = store_row_scale(scales, m, max_abs(one, two))
-            store_columns(y8, m, a, one * inverse, N, N)
-            store_columns(y8, m, b, two * inverse, N, N)
+            x_a = activation_row(x, bias, m, a, N, ACTIVATION, IS_GATED, HAS_BIAS)
+            x_b = activation_row(x, bias, m, b, N, ACTIVATION, IS_GATED, HAS_BIAS)
+            inverse = store_row_scale(scales, m, max_abs(x_a, x_b))
+            store_columns(y8, m, a, x_a * inverse, N, N)
+            store_columns(y8, m, b, x_b * inverse, N, N)
 
     @triton.jit
     def quantize_activation_bwd_kernel(
@@ -221,24 +234,24 @@ if triton is not None:
         a, b = contiguous_range(A), A + contiguous_range(B)
         total_a, total_b = tl.zeros([A], tl.float32), tl.zeros([B], tl.float32)
         for m in tl.range(tl.program_id(0), M, tl.num_programs(0), num_stages=NUM_STAGES):
-            one, one_value = activation_row_grad(dy, x, bias, y, dx, m, a, N, ACTIVATION, IS_GATED, HAS_BIAS)
-            two, two_value = activation_row_grad(dy, x, bias, y, dx, m, b, N, ACTIVATION, IS_GATED, HAS_BIAS)
+            x_a, value_a = activation_row_grad(dy, x, bias, y, dx, m, a, N, ACTIVATION, IS_GATED, HAS_BIAS)
+            x_b, value_b = activation_row_grad(dy, x, bias, y, dx, m, b, N, ACTIVATION, IS_GATED, HAS_BIAS)
             if HAS_BIAS:
-                total_a += one
-                total_b += two
-            one *= load_columns(column_scale, 0, a, N, N)
-            two *= load_columns(column_scale, 0, b, N, N)
-            amax = max_abs(one, two)
+                total_a += x_a
+                total_b += x_b
+            x_a *= load_columns(column_scale, 0, a, N, N)
+            x_b *= load_columns(column_scale, 0, b, N, N)
+            amax = max_abs(x_a, x_b)
             if IS_GATED:
-                one_value *= load_columns(column_scale + N, 0, a, N, N)
-                two_value *= load_columns(column_scale + N, 0, b, N, N)
-                amax = tl.maximum(amax, max_abs(one_value, two_value))
+                value_a *= load_columns(column_scale + N, 0, a, N, N)
+                value_b *= load_columns(column_scale + N, 0, b, N, N)
+                amax = tl.maximum(amax, max_abs(value_a, value_b))
             inverse = store_row_scale(scales, m, amax)
-            store_columns(dx8, m, a, one * inverse, N, W)
-            store_columns(dx8, m, b, two * inverse, N, W)
+            store_columns(dx8, m, a, x_a * inverse, N, W)
+            store_columns(dx8, m, b, x_b * inverse, N, W)
             if IS_GATED:
-                store_columns(dx8 + N, m, a, one_value * inverse, N, W)
-                store_columns(dx8 + N, m, b, two_value * inverse, N, W)
+                store_columns(dx8 + N, m, a, value_a * inverse, N, W)
+                store_columns(dx8 + N, m, b, value_b * inverse, N, W)
         if HAS_BIAS:
             store_columns(sums, tl.program_id(0), a, total_a, N, N)
             store_columns(sums, tl.program_id(0), b, total_b, N, N)
@@ -294,8 +307,8 @@ if triton is not None:
         tl.store(x + tl.cast(m, tl.int64) * WIDTH + n, values.to(x.dtype.element_ty), mask=n < N)
 
     @triton.jit
-    def max_abs(one, two):
-        return tl.maximum(tl.max(tl.abs(one), 0), tl.max(tl.abs(two), 0))
+    def max_abs(x_a, x_b):
+        return tl.maximum(tl.max(tl.abs(x_a), 0), tl.max(tl.abs(x_b), 0))
 
     @triton.jit
     def store_row_scale(scales, m, amax):
