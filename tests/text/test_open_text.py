@@ -152,7 +152,21 @@ def test_binary_is_not_text(tmp_path: Path) -> None:
     assert list(read_lines(write(tmp_path / "c.txt", b"\x1b[31mred\x1b[0m, and one \x00 in plenty of text"))) != []
 
 
-@pytest.mark.parametrize("name", ["utf9", "hex", "rot13", "zlib", "nul\x00"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "utf9",
+        "hex",
+        "rot13",
+        "zlib",
+        "nul\x00",
+        "raw_unicode_escape",
+        "unicode-escape",
+        "idna",
+        "punycode",
+        "undefined",
+    ],
+)
 def test_unknown_encodings_raise(name: str) -> None:
     with pytest.raises(UserError, match="no such encoding"):
         check_encoding(name)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import logging
 import os
 import platform
@@ -41,6 +42,7 @@ MAX_LOGIT_DIFFERENCE = 1e-3  # between logits: rounding explains less than this
 INTERRUPTED_EXIT_CODE = 130  # after Ctrl-C
 # A wrong path or a folder without permission is a user's mistake (exit code 2); a full disk is not.
 USER_ERROR_TYPES = (PermissionError, FileNotFoundError, FileExistsError, NotADirectoryError, IsADirectoryError)
+USER_ERRNOS = (errno.ENAMETOOLONG, errno.ELOOP)
 
 
 @command(
@@ -400,7 +402,12 @@ def collect_input_texts(
         if option == "--texts":
             raise UserError("No texts: give them as arguments, with --texts FILE, or on stdin.")
         return [""]  # an empty prompt: the model starts a text
-    return [sys.stdin.read().removesuffix("\n")]
+    try:
+        text = sys.stdin.read()
+        text.encode()
+    except UnicodeError:
+        raise UserError("Standard input is not UTF-8. Convert it, or give a file and its --encoding.") from None
+    return [text.removesuffix("\n")]
 
 
 def read_input_file(file: str, columns: tuple[str, ...], encoding: str) -> list[str]:
@@ -668,7 +675,7 @@ def report_error(error: Exception) -> int:
     if isinstance(error, OSError) and error.strerror:
         notes = getattr(error, "__notes__", None) or ["Files that were complete before still are."]
         print_error(f"{error.filename or 'a file'}: {error.strerror}. {' '.join(notes)}")
-        return 2 if isinstance(error, USER_ERROR_TYPES) else 1
+        return 2 if isinstance(error, USER_ERROR_TYPES) or error.errno in USER_ERRNOS else 1
     from firth.train.distributed import is_peer_lost  # loads torch, which a user's mistake does not need
 
     if is_peer_lost(error):

@@ -70,6 +70,7 @@ RARE_OPTIONS = (
     f"{TOPICS[TEXT]} mix mix_epochs held_out resume_from_checkpoint allow_change rewind target_text method delimiter "
     "train threshold limit batch_size batch_tokens"
 )
+TEXT_OPTIONS = ("text", "prompt", "stop", "compare", "among")  # values that a tokenizer reads
 VALUE_NAMES = {int: "a whole number", float: "a number"}
 METAVARS = {int: "N", float: "X", str: "TEXT"}
 
@@ -273,6 +274,7 @@ def add_command(
 
         def run(help_all: bool = False, **given: Any) -> None:
             values = {o.name: o.resolve(given[o.name]) for o in options}
+            check_texts(values)
             if values.get("overrides") is not None:
                 values["overrides"] = parse_overrides(values["overrides"])
             function(**{name: value for name, value in values.items() if value is not None})
@@ -285,6 +287,17 @@ def add_command(
         return function
 
     return decorate
+
+
+def check_texts(values: Mapping[str, Any]) -> None:
+    """Raise UserError for a text that is not UTF-8. A file name may be anything, but no tokenizer reads other bytes."""
+    for name in TEXT_OPTIONS:
+        value = values.get(name)
+        for text in [value] if isinstance(value, str) else value or ():
+            try:
+                text.encode()
+            except UnicodeEncodeError:
+                raise UserError(f"{quote(text)}: a text must be UTF-8. Use such a terminal, or a file.") from None
 
 
 def check_repeated_options(options: Sequence[Option], given: Sequence[str]) -> None:

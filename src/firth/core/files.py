@@ -119,7 +119,8 @@ def write_npy(path: Path, array: np.ndarray) -> None:
 
 
 def write_text(path: Path, text: str) -> None:
-    write_bytes(path, text.encode())
+    """Write UTF-8. The bytes of a file name that is not UTF-8 are written as escapes, which are JSON's own too."""
+    write_bytes(path, text.encode("utf-8", "backslashreplace"))
 
 
 def write_json(path: Path, value: Any) -> None:
@@ -320,6 +321,7 @@ def check_output_folder(
     `overwrite` allows a folder of this kind that Firth wrote, but none with foreign or changed files. `resume` also
     allows damaged files, which it writes again.
     """
+    check_utf8_name(path)
     if overwrite or resume:
         check_no_foreign_files(path, kind, compare_content=not resume)
     elif not is_missing_or_empty(path):
@@ -377,6 +379,14 @@ def iter_foreign_files(folder: Path, compare_content: bool = True) -> Iterator[s
             listed = file in own or (file in files and not (folder / file).is_symlink())
             if not listed or (compare_content and file in files and find_file_defect(folder, file, files[file])):
                 yield file
+
+
+def check_utf8_name(path: Path) -> None:
+    """Raise a UserError for a folder of weights whose name is not UTF-8: safetensors opens no file in it."""
+    try:
+        str(path).encode()
+    except UnicodeEncodeError:
+        raise UserError(f"{path}: a folder of weights needs a name in UTF-8. Rename it, or name another.") from None
 
 
 def check_writable(path: Path) -> None:

@@ -20,8 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from firth.core.console import format_count
-from firth.core.errors import UserError, did_you_mean
-from firth.core.files import read_json
+from firth.core.errors import UserError, did_you_mean, quote
 from firth.evaluate.embed import embed_texts, normalize_rows
 from firth.evaluate.predict_input import TEXT_ROLES, AskedInput, InputReader, TaskInput
 from firth.generate import generate_results
@@ -35,9 +34,10 @@ from firth.models.config import (
     SpanHead,
     TokenClassificationHead,
 )
-from firth.tasks import TASK_FILE, Prediction, make_task
+from firth.tasks import Prediction, make_task
 from firth.tasks.classify import ClassificationTask
 from firth.tasks.prompts import encode_task_prompts
+from firth.tasks.recipe import read_task_file
 from firth.tasks.regress import RegressionTask
 from firth.tasks.span_qa import split_context_windows
 from firth.text import Example
@@ -56,8 +56,8 @@ class Predictor:
     def __init__(self, checkpoint: str | Path | Model, task: str = "", batch_size: int = 32) -> None:
         model = checkpoint if isinstance(checkpoint, Model) else load_model(checkpoint)
         name = "This model" if isinstance(checkpoint, Model) else str(checkpoint)
-        file = None if isinstance(checkpoint, Model) else Path(checkpoint) / TASK_FILE
-        facts = read_json(file) if file is not None and file.is_file() else head_metadata(model.config, name)
+        facts = {} if isinstance(checkpoint, Model) else read_task_file(Path(checkpoint))
+        facts = facts or head_metadata(model.config, name)
         self.facts = select_task(facts, task, name)
         if model.tokenizer is None:
             raise UserError(f"{name} has no tokenizer.")
@@ -242,7 +242,8 @@ def select_task(facts: Mapping[str, Any], task: str, name: str) -> dict[str, Any
     """Return the metadata of the task `task`, or of the only one."""
     several = facts.get("tasks", {})
     if several and task not in several:
-        problem = f"There is no task {task!r}. {did_you_mean(task, several)}" if task else "Choose one with --task."
+        unknown = f"There is no task {quote(task)}. {did_you_mean(task, several)}"
+        problem = unknown if task else "Choose one with --task."
         raise UserError(f"{name} was fine-tuned for {', '.join(several)}. {problem}")
     if not several and task not in ("", facts["task"]):
         raise UserError(f"{name} was fine-tuned for {facts['task']}, not for {task}.")

@@ -37,7 +37,7 @@ from firth.core.console import (
     show_table,
 )
 from firth.core.errors import UserError
-from firth.core.files import atomic_folder, find_corruption, read_json, write_json
+from firth.core.files import atomic_folder, find_corruption, read_object, write_json
 from firth.core.html import ClozeSample, HtmlPage, plot_loss_curve
 from firth.core.serialization import from_dict, to_dict
 from firth.evaluate.report import loss_series
@@ -381,7 +381,7 @@ class ArchitectureRun:
                 steps, labels = steps * len(LABEL_COUNTS), LABEL_COUNTS[:1]
             steps = min(max(steps, MIN_FINETUNE_STEPS), FINETUNE_STEPS)
             write_json(file, to_dict(FinetunePlan(steps, planned.threads, labels)))
-        plan = from_dict(dict(read_json(file)), FinetunePlan, str(file))
+        plan = from_dict(read_object(file), FinetunePlan, str(file))
         threads = f" on {format_count(plan.threads, 'CPU thread')}" if plan.threads else ""
         numbers = " and ".join(map(str, plan.label_counts))
         say(f"each fine-tuning takes {format_count(plan.max_steps, 'step')}{threads}, with {numbers} labels")

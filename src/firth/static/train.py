@@ -24,6 +24,7 @@ from firth.core.errors import Interrupted, UserError
 from firth.core.files import atomic_folder, find_corruption, read_object, write_json
 from firth.core.serialization import to_dict
 from firth.models import write_model
+from firth.models.hf.tensors import translate_disk_errors
 from firth.static.learners import (
     MIN_EPOCHS,
     GloVeTrainer,
@@ -51,7 +52,6 @@ from firth.train.checkpoint import (
     list_checkpoints,
     read_train_state,
     remove_folder,
-    translate_disk_errors,
 )
 from firth.train.log import RunLog, read_last_losses
 from firth.train.loop import SpeedMeter, handle_stop_signals

@@ -56,6 +56,8 @@ ENCODING_BY_BOM = {
     b"\xff\xfe": "utf-16",
     b"\xfe\xff": "utf-16",
 }
+# Codecs from text to text that Python lists with the encodings: parts of domain names, and escapes in source code.
+ESCAPE_CODECS = {"raw-unicode-escape", "unicode-escape", "idna", "punycode", "undefined"}
 COMPRESSION_BY_MAGIC = {
     b"\x1f\x8b": ".gz",
     b"BZh": ".bz2",
@@ -161,6 +163,8 @@ def check_encoding(name: str) -> str:
     try:
         "".encode(name)
         codecs.getincrementaldecoder(name)
+        if codecs.lookup(name).name in ESCAPE_CODECS:
+            raise LookupError
     except (LookupError, ValueError):
         raise UserError(f"--encoding {name}: no such encoding. Common ones: utf-8, utf-16, latin-1, cp1252.") from None
     return name

@@ -284,7 +284,7 @@ def missing_tokenizer_error(folder: Path) -> UserError:
 
 def read_tokenizer_json(file: Path) -> Backend:
     try:
-        return Backend.from_file(str(file))
+        return Backend.from_str(read_utf8(file))  # from_file opens no name that is not UTF-8
     except Exception as e:  # the library has no narrower type
         raise UserError(f"{file}: not a tokenizer ({reason(e)}).") from None
 

@@ -21,7 +21,6 @@ from __future__ import annotations
 import errno
 import math
 import os
-import re
 from collections.abc import Container, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
@@ -29,7 +28,6 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
 from firth.core.console import warn
@@ -38,6 +36,7 @@ from firth.core.files import atomic_folder, find_corruption, read_object, remove
 from firth.core.serialization import from_dict
 from firth.models import Model, load_weights, read_tensors, write_model
 from firth.models.hf.convert import unique_state_dict
+from firth.models.hf.tensors import translate_disk_errors
 from firth.models.lora import has_lora
 from firth.train.dtensor import distribute_like
 from firth.train.recipe import FreezeSchedule
@@ -135,18 +134,6 @@ def read_best_step(checkpoint: Path) -> int:
         return read_train_state(checkpoint).best_step
     except UserError:
         return 0
-
-
-@contextmanager
-def translate_disk_errors(path: Path) -> Iterator[None]:
-    """Turn safetensors' I/O errors into OSError."""
-    try:
-        yield
-    except SafetensorError as e:
-        number = re.search(r"os error (\d+)", str(e))
-        if number is None:
-            raise
-        raise OSError(int(number[1]), os.strerror(int(number[1])), str(path)) from None
 
 
 @contextmanager

@@ -9,7 +9,14 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from firth.core.errors import UserError
-from firth.core.files import MANIFEST_FILE, check_writable, iter_foreign_files, open_in_place, remove_path
+from firth.core.files import (
+    MANIFEST_FILE,
+    check_utf8_name,
+    check_writable,
+    iter_foreign_files,
+    open_in_place,
+    remove_path,
+)
 from firth.train.checkpoint import remove_folder
 from firth.train.clock import CLOCK_FILE
 from firth.train.distributed import DistContext
@@ -108,6 +115,7 @@ def check_run_folder(path: Path, resume: bool, overwrite: bool, inputs: Sequence
     """Raise UserError if a run must not write to this folder."""
     if path.exists() and not path.is_dir():
         raise UserError(f"{path} is a file; --output-dir needs a folder.")
+    check_utf8_name(path)
     check_writable(path)
     if not path.is_dir() or not [p for p in path.iterdir() if p.name not in (LOCK_FILE, CLOCK_FILE)]:
         return

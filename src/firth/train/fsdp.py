@@ -36,7 +36,7 @@ from firth.core.files import atomic_folder, find_corruption, write_json
 from firth.models import Model, Stack, make_model
 from firth.models.hf.checkpoint import write_config_files
 from firth.models.hf.convert import to_hf_tensors, unique_state_dict
-from firth.models.hf.tensors import WEIGHTS_FILE
+from firth.models.hf.tensors import WEIGHTS_FILE, translate_disk_errors
 from firth.train.checkpoint import (
     GUARD_FILE,
     RECURRENT_STATE_FILE,
@@ -44,7 +44,6 @@ from firth.train.checkpoint import (
     TrainState,
     prune_checkpoints,
     remove_folder,
-    translate_disk_errors,
     write_train_state,
 )
 from firth.train.compute import ComputeConfig

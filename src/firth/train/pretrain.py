@@ -42,12 +42,13 @@ from firth.models import (
     warm_start_embeddings,
     write_model,
 )
+from firth.models.hf.tensors import translate_disk_errors
 from firth.objectives import MLM, Batch
 from firth.objectives.registry import describe_objective
 from firth.tokens import MixedDataset, MixedShards, RowDataset, ShardSet, Tokenizer, reused_length
 from firth.tokens.mixing import SourceShare
 from firth.train.batch_size import resolve_batch_size
-from firth.train.checkpoint import explain_disk_errors, last_checkpoint, translate_disk_errors
+from firth.train.checkpoint import explain_disk_errors, last_checkpoint
 from firth.train.clock import RunClock
 from firth.train.compute import (
     ComputeConfig,

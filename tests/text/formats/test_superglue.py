@@ -143,6 +143,9 @@ def test_mistakes(tmp_path: Path) -> None:
         read_labelled(path, "choice")
     with pytest.raises(UserError, match="SuperGLUE's copa is a 'choice' task, not 'pair'"):
         read_labelled(path, "pair")
+    path = write(tmp_path / "WiC" / "train.jsonl", {**LINES["WiC"], "start1": float("inf")})
+    with pytest.raises(UserError, match=r"train.jsonl:1: not in the format of SuperGLUE's wic"):
+        read_labelled(path, "word-in-context")
 
 
 def test_suite(tmp_path: Path) -> None:

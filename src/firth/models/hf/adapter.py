@@ -16,6 +16,7 @@ from firth.models.hf.config_io import FIRTH_MODEL_TYPE, hf_model_type, read_conf
 from firth.models.hf.convert import unique_state_dict
 from firth.models.hf.layout import TensorRule
 from firth.models.hf.registry import FAMILY_LAYOUTS
+from firth.models.hf.tensors import translate_disk_errors
 from firth.models.lora import LoRALinear
 from firth.models.model import Model
 
@@ -45,7 +46,9 @@ def write_adapter(model: Model, spec: LoRAConfig, base: str, folder: Path) -> No
             f"adapter/ has new tokens: call resize_token_embeddings({size}) on its base first. Their vectors stay as "
             "they began, near the mean of all: LoRA learns layers."
         )
-    save_file({k: v.detach().contiguous() for k, v in (tensors | head).items()}, folder / "adapter_model.safetensors")
+    file = folder / "adapter_model.safetensors"
+    with translate_disk_errors(file):
+        save_file({k: v.detach().contiguous() for k, v in (tensors | head).items()}, file)
     write_json(
         folder / "adapter_config.json",
         {

@@ -20,7 +20,7 @@ from firth.core.files import atomic_folder, check_output_folder, read_json, read
 from firth.models.config import Extra, Head, LMHead, ModelConfig, TaskHead
 from firth.models.hf.config_io import OBJECTIVE_KEY, read_config, special_token_ids, to_hf_config
 from firth.models.hf.convert import from_hf_tensors, to_hf_tensors, unexpected_tensors, unique_state_dict
-from firth.models.hf.tensors import WEIGHTS_FILE, read_tensors
+from firth.models.hf.tensors import WEIGHTS_FILE, read_tensors, translate_disk_errors
 from firth.models.model import ForcedTokens, Model, get_forced_tokens, make_model
 from firth.models.template import make_sequence_template
 from firth.tokens import Tokenizer, Vocabulary, load_tokenizer
@@ -166,7 +166,8 @@ def generation_config_json(model: Model, vocab: Vocabulary) -> dict[str, Any]:
 def write_model(model: Model, folder: Path) -> None:
     """Write the files of a Hugging Face folder into an existing folder."""
     write_config_files(model, folder)
-    save_file(to_hf_tensors(model), folder / WEIGHTS_FILE, metadata={"format": "pt"})
+    with translate_disk_errors(folder):
+        save_file(to_hf_tensors(model), folder / WEIGHTS_FILE, metadata={"format": "pt"})
 
 
 def write_config_files(model: Model, folder: Path) -> None:

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import os
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -9,7 +13,7 @@ from typing import TYPE_CHECKING
 from safetensors import SafetensorError, safe_open
 
 from firth.core.errors import UserError, quote, reason
-from firth.core.files import read_object
+from firth.core.files import check_utf8_name, read_object
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -53,6 +57,7 @@ def find_weight_files(folder: Path) -> list[str]:
 
 def read_tensors(folder: Path, keep_names: tuple[str, ...] | None = None) -> dict[str, Tensor]:
     """Return the tensors of a checkpoint folder, sharded or not: all of them, or those in `keep_names`."""
+    check_utf8_name(folder)
     names = find_weight_files(folder)
     tensors: dict[str, Tensor] = {}
     for name in names:
@@ -64,3 +69,15 @@ def read_tensors(folder: Path, keep_names: tuple[str, ...] | None = None) -> dic
                 f"{folder / name} cannot be read ({reason(e)}): the file is damaged or cut short."
             ) from None
     return tensors
+
+
+@contextmanager
+def translate_disk_errors(path: Path) -> Iterator[None]:
+    """Turn safetensors' I/O errors into OSError."""
+    try:
+        yield
+    except SafetensorError as e:
+        number = re.search(r"os error (\d+)", str(e))
+        if number is None:
+            raise
+        raise OSError(int(number[1]), os.strerror(int(number[1])), str(path)) from None

@@ -168,7 +168,7 @@ def read_superglue_records(task: SuperGlueTask, path: Path, encoding: str) -> It
     for number, record in read_jsonl_records(path, encoding):
         try:
             yield from ((number, made) for made in task.convert(record))
-        except (KeyError, TypeError, ValueError, AttributeError, IndexError) as e:
+        except (KeyError, TypeError, ValueError, OverflowError, AttributeError, IndexError) as e:
             raise UserError(f"{path}:{number}: not in the format of SuperGLUE's {task.name} ({shorten(e)}).") from None
 
 
