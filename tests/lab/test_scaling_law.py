@@ -13,10 +13,11 @@ import pytest
 from firth.cli.main import app
 from firth.core.errors import UserError
 from firth.core.files import write_json
-from firth.lab.scaling_law import ScalingFit, ScalingLaw, ScalingRun, effective_tokens, fit_scaling_law
+from firth.lab.scaling_law import ScalingFit, ScalingLaw, ScalingRun, fit_scaling_law
 from firth.models.presets import bert
 from firth.objectives import CLM
 from firth.recipes import pretraining_recipe
+from firth.recipes.pretraining import worth_of_repeats
 from firth.train import Recipe, save_recipe
 
 CHINCHILLA = ScalingLaw(1.69, 406.4, 410.7, 0.34, 0.28, 15.0)  # Hoffmann et al. 2022, equation 10
@@ -58,7 +59,7 @@ def test_intervals_hold_the_parameters_of_noisy_runs() -> None:
 def test_repeated_tokens_are_worth_less() -> None:
     """The first passes count almost fully, and the worth is bounded by U (1 + r): equation 5 of Muennighoff et al."""
     unique, worth = 100.0, 15.0
-    values = effective_tokens(np.array([50, 100, 200, 400, 1e9]), unique, worth)
+    values = worth_of_repeats(np.array([50, 100, 200, 400, 1e9]), unique, worth)
     assert values[:2].tolist() == [50, 100]
     assert 195 < values[2] < 200
     assert np.all(np.diff(values) > 0)

@@ -236,7 +236,10 @@ def print_scaling_law(result: Mapping[str, Any]) -> None:
     show_table(f"Scaling law of {len(result['runs'])} runs", ("parameter", "value", "95% interval"), rows)
     error, flops, best = (result[name] for name in ("mean_error", "flops", "optimal_parameters"))
     say(f"The law misses these runs by {100 * error:.1f}% on average. The curves are in {result['page']}.")
-    say(f"For {flops:.2g} FLOPs, those of the largest run, and unlimited text the best size is {best:,.0f} parameters.")
+    say(
+        f"For {flops:.2g} FLOPs, those of the largest run, and unlimited text the best size is "
+        f"{best / 1e6:,.1f} million parameters."
+    )
 
 
 def print_evaluation(result: Mapping[str, Any]) -> None:

@@ -99,7 +99,7 @@ def write_fit_page(
     html.add_paragraph(
         f"The mean error of the law on these runs is {100 * fit.mean_error:.1f}%. With the compute of the largest run "
         f"({result['flops']:.2g} FLOPs) and unlimited text the best size would be "
-        f"{result['optimal_parameters']:,.0f} parameters."
+        f"{result['optimal_parameters'] / 1e6:,.1f} million parameters."
     )
     html.add_table(
         ("run", "parameters", "tokens", "passes", "loss", "law"),

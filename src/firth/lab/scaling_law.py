@@ -27,6 +27,7 @@ import numpy as np
 from scipy.optimize import minimize
 
 from firth.core.errors import UserError
+from firth.recipes.pretraining import worth_of_repeats
 
 HUBER_DELTA = 1e-3  # residuals of log L beyond it count linearly (Hoffmann et al. 2022, appendix D.2)
 MIN_RUNS = 6  # as many as the law has parameters
@@ -56,7 +57,7 @@ class ScalingLaw:
 
     def loss(self, parameters: float, tokens: float, unique_tokens: float) -> float:
         """Return the held-out loss that a run is expected to reach."""
-        effective = float(effective_tokens(tokens, unique_tokens, self.repeated_worth))
+        effective = float(worth_of_repeats(tokens, unique_tokens, self.repeated_worth))
         return self.e + self.a / parameters**self.alpha + self.b / effective**self.beta
 
     def optimal_parameters(self, flops: float) -> float:
@@ -84,17 +85,6 @@ class ScalingFit:
             "passes": (tokens / unique_tokens, self.passes_range),
         }
         return [name for name, (value, (low, high)) in values.items() if not low <= value <= high]
-
-
-def effective_tokens(tokens: float | np.ndarray, unique_tokens: float | np.ndarray, worth: float) -> np.ndarray:
-    """Return D': the number of unique tokens that are worth as much as `tokens` of a text of `unique_tokens`.
-
-    >>> [round(float(effective_tokens(d, 100, 15.0))) for d in (50, 100, 200, 1600, 1e6)]
-    [50, 100, 197, 1048, 1600]
-    """
-    tokens, unique = np.asarray(tokens, float), np.asarray(unique_tokens, float)
-    repetitions = np.maximum(tokens / unique - 1, 0)
-    return np.minimum(tokens, unique) + unique * worth * -np.expm1(-repetitions / worth)
 
 
 def fit_scaling_law(runs: Sequence[ScalingRun], num_bootstraps: int = 200, seed: int = 0) -> ScalingFit:
@@ -145,7 +135,7 @@ def to_law(x: np.ndarray) -> ScalingLaw:
 def log_loss(x: np.ndarray, table: np.ndarray) -> np.ndarray:
     """Return log L of each run by the log-sum-exp of the three terms, which cannot overflow."""
     log_e, log_a, log_b, alpha, beta, log_worth = x
-    data = effective_tokens(table[:, 1], table[:, 2], np.exp(log_worth))
+    data = worth_of_repeats(table[:, 1], table[:, 2], np.exp(log_worth))
     terms = [np.full(len(table), log_e), log_a - alpha * np.log(table[:, 0]), log_b - beta * np.log(data)]
     return np.logaddexp.reduce(np.stack(terms), axis=0)
 

@@ -7,6 +7,8 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any, Literal, NamedTuple
 
+import numpy as np
+
 from firth.models import MOBILEBERT_DISTILLATION, DiscriminatorHead, Extra, LMHead, ModelConfig, with_extras
 from firth.models.config import AWDLSTMConfig, Disentangled, ELMoConfig, FanInInit, GeneratorConfig, MaskDecoder
 from firth.models.prompt_form import prompt_form_of_objective
@@ -257,7 +259,7 @@ def choose_batch(
         tokens_read = math.inf if has_gpu else max_steps * busy
     else:
         tokens_read = max(tokens_read, 1.0)
-        best = round(0.58 * worth_of_repeats(tokens_read, text_tokens) ** 0.571)
+        best = round(0.58 * float(worth_of_repeats(tokens_read, text_tokens)) ** 0.571)
         tokens, reason = max((tokens, reason), (best, f"it suits a run that reads {tokens_read:,.0f} tokens"))
     if tokens * MIN_RUN_STEPS > tokens_read:
         tokens = max(round(tokens_read / MIN_RUN_STEPS), MIN_BATCH_TOKENS)
@@ -266,17 +268,18 @@ def choose_batch(
     return BatchChoice((1 << (device_rows.bit_length() - 1)) * num_devices * max_seq_length, reason)
 
 
-def worth_of_repeats(tokens_read: float, text_tokens: int) -> float:
+def worth_of_repeats(tokens_read: Any, text_tokens: Any, repeats_worth_reading: float = REPEATS_WORTH_READING) -> Any:
     """Return how many tokens of new text are worth as much as reading this text again and again.
 
-    U' = U + U * R* * (1 - exp(-R / R*)) for R repeats of U tokens (Muennighoff et al. 2023, equation 5).
+    U' = U + U * R* * (1 - exp(-R / R*)) for R repeats of U tokens (Muennighoff et al. 2023, equation 5). Takes numbers
+    or arrays.
 
-    >>> round(worth_of_repeats(500, 1000)), round(worth_of_repeats(4000, 1000)), round(worth_of_repeats(10**6, 1000))
-    (500, 3726, 16400)
+    >>> [round(float(worth_of_repeats(tokens, 1000))) for tokens in (500, 4000, 10**6)]
+    [500, 3726, 16400]
     """
-    unique = min(tokens_read, max(text_tokens, 1))
+    unique = np.minimum(tokens_read, np.maximum(text_tokens, 1))
     repeats = tokens_read / unique - 1
-    return unique * (1 + REPEATS_WORTH_READING * (1 - math.exp(-repeats / REPEATS_WORTH_READING)))
+    return unique * (1 - repeats_worth_reading * np.expm1(-repeats / repeats_worth_reading))
 
 
 def scale_rate_to_batch(rate: float, model: ModelConfig, batch_tokens: int) -> float:
