@@ -361,12 +361,12 @@ def pretrain(
             raise UserError(f"{model} takes no --objective: leave it out.")
         if add_words:
             raise UserError(f"{model} takes no --add-words: leave it out.")
-        if dry_run:
-            raise UserError(f"{model} takes no --dry-run: it is for models of layers. Leave it out.")
         changes = merge_recipe_changes(
             config, options, overrides, {"output_dir": str(output_dir), "data": "", "tokenizer": ""}
         )
-        return pretrain_static(str(model), data, tokenizer, data_options, changes, resume, overwrite, start_time)
+        return pretrain_static(
+            str(model), data, tokenizer, data_options, changes, resume, overwrite, start_time, dry_run
+        )
     saved = {} if overwrite else read_saved_fields(Path(output_dir))
     plan = plan_pretraining(
         model, data, output_dir, tokenizer, objective, data_options, config, overrides, options, saved
@@ -468,6 +468,7 @@ def pretrain_static(
     resume: bool,
     overwrite: bool,
     start_time: float,
+    dry_run: bool = False,
 ) -> dict[str, Any]:
     """Train word2vec, GloVe or an n-gram model. Text, shards and the run folder are as in `pretrain`."""
     from firth.static.recipe import STATIC_RECIPES
@@ -486,6 +487,14 @@ def pretrain_static(
     kind, vocab_size = STATIC_TOKENIZERS[name]
     new_tokenizer_args = [kind, data_options.vocab_size or vocab_size, data_options.lowercase]
     source = open_data_source(sources, tokenizer, data_options, new_tokenizer_args)
+    if dry_run:
+        from firth.lab.dry_run import describe_static_training
+        from firth.train.folder import check_run_folder
+
+        check_run_folder(Path(recipe.output_dir), resume, overwrite, source.inputs)
+        text, num_tokens, vocab = source.describe()
+        return {"dry_run": True, **describe_static_training(recipe, text, num_tokens, vocab)}
+    from firth.evaluate.card import write_static_card
     from firth.evaluate.neighbours import (
         next_vector_commands,
         sample_neighbours,
@@ -510,6 +519,7 @@ def pretrain_static(
                     write_interrupted_vector_report(folder, name)
             raise
         with report_errors():
+            write_static_card(folder, name, results)
             if name == "ngram":
                 return {**results, **write_ngram_report(folder, results)}
             if "similar" not in results:
@@ -597,6 +607,22 @@ class DataSource(NamedTuple):
         """Paths that the run reads and must not overwrite."""
         sources = parse_named_sources(self.sources).values() or self.sources
         return [*sources, *([self.tokenizer_path] if self.tokenizer_path else [])]
+
+    def describe(self) -> tuple[dict[str, Any], int, int]:
+        """Return what is read, its tokens (those of text are estimated) and the size of the vocabulary."""
+        from firth.lab.dry_run import describe_text
+
+        if self.corpus is None:
+            shards = [open_shards(Path(folder)) for folder in self.by_name.values() if isinstance(folder, str)]
+            num_tokens = sum(part.num_tokens for part in shards)
+            return (
+                {"reads": list(map(str, self.sources)), "tokens": num_tokens},
+                num_tokens,
+                shards[0].tokenizer.vocab.size,
+            )
+        data, default = describe_text(self.corpus), default_vocab_size(self.corpus.total_bytes)
+        vocab = self.tokenizer.vocab.size if self.tokenizer else self.new_tokenizer_args[1] or default
+        return data, data["estimated_tokens"], vocab
 
     def source_record(self, corpus: Corpus) -> dict[str, Any]:
         """Everything that the shards depend on, as written to source.json."""
@@ -692,17 +718,10 @@ class PretrainPlan:
 
     def describe(self) -> dict[str, Any]:
         """What the run would do, for --dry-run: the tokens of shards are counted, those of text are estimated."""
-        from firth.lab.dry_run import describe_pretraining, describe_text
+        from firth.lab.dry_run import describe_pretraining
 
-        source, recipe = self.data_source, self.recipe
-        if source.corpus is None:
-            shards = [open_shards(Path(folder)) for folder in source.by_name.values() if isinstance(folder, str)]
-            num_tokens, vocab = sum(part.num_tokens for part in shards), shards[0].tokenizer.vocab.size
-            data: dict[str, Any] = {"reads": list(map(str, source.sources)), "tokens": num_tokens}
-        else:
-            data = describe_text(source.corpus)
-            num_tokens, default = data["estimated_tokens"], default_vocab_size(source.corpus.total_bytes)
-            vocab = source.tokenizer.vocab.size if source.tokenizer else source.new_tokenizer_args[1] or default
+        recipe = self.recipe
+        data, num_tokens, vocab = self.data_source.describe()
         config = recipe.model if self.keeps_vocab_size else replace(recipe.model, vocab_size=vocab)
         return describe_pretraining(self.choose_batch(replace(recipe, model=config), num_tokens), data, num_tokens)
 

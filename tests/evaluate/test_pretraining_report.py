@@ -165,7 +165,18 @@ def test_commands_quote_a_path_with_spaces() -> None:
 @pytest.mark.parametrize("model", ["ngram", "word2vec"])
 def test_static_models(model: str, corpus_file: Path, tmp_path: Path) -> None:
     steps = {} if model == "ngram" else {"max_steps": 1}
+    plan = firth.pretrain(model, corpus_file, tmp_path / "run", **steps, dry_run=True)
+    assert not (tmp_path / "run").exists()
+    assert (plan["text_bytes"], plan["writes"]) == (corpus_file.stat().st_size, str(tmp_path / "run"))
     result = firth.pretrain(model, corpus_file, tmp_path / "run", **steps)
+    size = (plan["ngrams_at_most"], sum(result["ngrams"])) if model == "ngram" else (1 << 20, result["words"])
+    assert size[0] >= size[1]
+    card = (tmp_path / "run" / "final" / "README.md").read_text()
+    assert f"| model | {model} |" in card
+    assert f"| {'n-grams' if model == 'ngram' else 'words'} | {size[1]:,} |" in card
+    assert (f"firth.{'generate' if model == 'ngram' else 'embed'}(FOLDER") in card
+    with pytest.raises(firth.UserError, match="exists already"):
+        firth.pretrain(model, corpus_file, tmp_path / "run", dry_run=True)
     page = (tmp_path / "run" / "report.html").read_text()
     assert result["report"] == str(tmp_path / "run" / "report.html")
     assert result["next"] in page.replace("&#34;", '"').replace(" \\\n    ", " ")

@@ -47,6 +47,15 @@ INTENDED_USES = {
     "decoder": "continuing text, and fine-tuning",
     "encoder-decoder": "restoring masked spans, and fine-tuning on text-to-text tasks",
 }
+WORD_VECTOR_USE = (
+    "finding similar words and analogies, and fine-tuning a bag of words",
+    'firth.embed(FOLDER, ["word"])',
+)
+STATIC_USES = {  # the use of a model, and a line of Python
+    "word2vec": WORD_VECTOR_USE,
+    "glove": WORD_VECTOR_USE,
+    "ngram": ("a baseline of perplexity, and generating text", 'firth.generate(FOLDER, "The", temperature=0.8)'),
+}
 MAIN_RECIPE_FIELDS = (  # always in the card, in this order; other fields if they are not the default
     "objective",
     "checkpoint",
@@ -92,6 +101,34 @@ def write_model_card(checkpoint: str | Path, overwrite: bool = False) -> Path:
     if path.exists() and not overwrite:
         raise UserError(f"{path} exists already, and may have been edited. Pass overwrite=True to replace it.")
     write_text(path, render_model_card(folder))
+    return path
+
+
+def write_static_card(run: Path, name: str, results: Mapping[str, Any]) -> Path:
+    """Write the model card of word2vec, GloVe or an n-gram model to final/, unless there is one."""
+    path = run / "final" / MODEL_CARD_FILE
+    if path.exists():  # it may have been edited
+        return path
+    recipe, tokenizer = read_recipe_yaml(run / "recipe.yaml"), load_tokenizer(run / "final")
+    size = {"words": results["words"]} if "words" in results else {"n-grams": sum(results["ngrams"])}
+    size |= {"tokenizer": f"{tokenizer.kind}, {tokenizer.vocab.size:,} tokens"}
+    settings = {field: x for field, x in recipe.items() if field not in OMITTED_RECIPE_FIELDS and x not in EMPTY_VALUES}
+    facts = {field: results[field] for field in ("steps", "tokens", "seconds") if results.get(field)}
+    metrics = {field: results[field] for field in ("eval_loss", "unigram_entropy") if results.get(field) is not None}
+    use, code = STATIC_USES[name]
+    sections = {
+        "Model": markdown_table(["", ""], {"model": name, "parameters": results["parameters"], **size}),
+        "Intended use": f"This model is meant for {use}. {FILL_IN_PLACEHOLDER}",
+        "Data": data_section(recipe, read_if_present(run / "source.json", SourceFile)),
+        "Training": markdown_table(["", ""], settings | facts),
+        "Scores": scores_section([CardScores("held-out documents", metrics, {})] if metrics else []),
+        "Limitations": FILL_IN_PLACEHOLDER,
+        "Licence": f"{FILL_IN_PLACEHOLDER} Also set `license` at the top of this file.",
+        "How to load": f"```python\nimport firth\n\n{code}\n```",
+    }
+    body = "\n\n".join(f"## {title}\n\n{text}" for title, text in sections.items())
+    matter = yaml.safe_dump({"license": "unknown", "library_name": "firth", "tags": ["firth", name]}, sort_keys=False)
+    write_text(path, f"---\n{matter}---\n\n# {run.absolute().name}\n\n{body}\n")
     return path
 
 

@@ -7,11 +7,15 @@ Steps, memory and disk follow from the recipe (`train/resources.py`), the time f
 from __future__ import annotations
 
 import math
+import os
 import shutil
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from firth.models import read_config
+from firth.static.recipe import NgramRecipe, StaticRecipe, WordVectorRecipe, default_epochs
 from firth.tasks import FinetuneRecipe
 from firth.tasks.finetune import (
     DEFAULT_FINETUNE_EPOCHS,
@@ -37,6 +41,7 @@ from firth.train.resources import (
 )
 
 BYTES_PER_TOKEN = 4  # of UTF-8 text with a subword tokenizer, about
+BYTES_PER_VECTOR_NUMBER = 8  # float32, of a word and of its context
 BYTES_PER_SHARD_TOKEN = 2.25  # uint16, and two bits: starts a word, ends a sentence
 
 
@@ -72,6 +77,35 @@ def describe_pretraining(recipe: Recipe, data: dict[str, Any], num_tokens: int) 
     read = plan["steps"] * step_tokens
     totals = {"tokens_per_step": step_tokens, "tokens_read": read, "passes": read / max(num_tokens, 1)}
     return {**data, "vocab_size": recipe.model.vocab_size, **plan, **totals, "learning_rate": recipe.learning_rate}
+
+
+def describe_static_training(
+    recipe: StaticRecipe, data: dict[str, Any], num_tokens: int, vocab_size: int
+) -> dict[str, Any]:
+    """Return what a run of word2vec, GloVe or n-grams would read, compute and write. Its speed is not estimated."""
+    folder = Path(recipe.output_dir)
+    plan: dict[str, Any] = {"free_disk_bytes": free_disk_bytes(folder), "writes": recipe.output_dir}
+    if isinstance(recipe, NgramRecipe):
+        counts = {"ngrams_at_most": recipe.order * num_tokens, "tokens_read": num_tokens}
+        return {**data, "order": recipe.order, **counts, **plan}
+    assert isinstance(recipe, WordVectorRecipe)
+    num_words = min(vocab_size, num_tokens // max(recipe.min_count, 1))
+    epochs = recipe.epochs or default_epochs(num_tokens)
+    length: dict[str, Any] = {"epochs": epochs, "tokens_read": epochs * num_tokens}
+    if recipe.max_steps:
+        length = {"steps": recipe.max_steps}
+    if recipe.minutes:
+        length["seconds"] = 60 * recipe.minutes
+    return {
+        **data,
+        "words_at_most": num_words,
+        "numbers_per_word": recipe.vector_size,
+        "memory_at_most_bytes": BYTES_PER_VECTOR_NUMBER * num_words * recipe.vector_size,
+        "free_memory_bytes": available_memory(torch.device("cpu")),
+        "threads": recipe.workers or os.cpu_count() or 1,
+        **length,
+        **plan,
+    }
 
 
 def describe_finetuning(recipe: FinetuneRecipe, num_arms: int = 1) -> dict[str, Any]:

@@ -23,7 +23,7 @@ from firth.core.hashing import hash_uint64
 from firth.models import Model, make_model
 from firth.models.presets import bag_of_words
 from firth.static import glove, word2vec
-from firth.static.recipe import GloVeRecipe, Word2VecRecipe, WordVectorRecipe
+from firth.static.recipe import MIN_EPOCHS, GloVeRecipe, Word2VecRecipe, WordVectorRecipe
 from firth.static.vocabulary import WORD_CHUNK_TOKENS, WordVocabulary, count_chunks, read_chunk
 from firth.static.word2vec_triton import WindowBatch, WindowConfig, max_stable_programs, train_windows
 from firth.tokens import Shards, Tokenizer
@@ -32,7 +32,6 @@ from firth.tokens.permutation import permute_indices
 CHUNKS_PER_STEP = 32  # work units per step; all workers finish before the next step
 PREFETCH_STEPS = 4  # steps read ahead of the GPU
 RECORDS_PER_CHUNK = 2**16  # GloVe records per chunk
-MIN_EPOCHS = 5  # default number of epochs
 MAX_EVAL_CHUNKS = 50  # chunks of held-out text in the final evaluation
 
 

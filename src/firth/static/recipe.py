@@ -17,6 +17,9 @@ from firth.static import glove
 from firth.static.ngram import check_ngram_order
 from firth.train.recipe import read_yaml_mapping, recipe_differences
 
+MIN_EPOCHS = 5  # default number of epochs
+MIN_WORD2VEC_TOKENS, MAX_EPOCHS = 20_000_000, 50  # default of word2vec's epochs: tokens to read in all, and the limit
+
 
 def has_gpu() -> bool:
     import torch
@@ -154,3 +157,12 @@ def merge_static_recipe(folder: Path, recipe: StaticRecipeT, resume: bool) -> St
 
 def save_static_recipe(recipe: StaticRecipe, path: Path) -> None:
     write_text(path, yaml.safe_dump(to_dict(recipe), sort_keys=False, allow_unicode=True))
+
+
+def default_epochs(tokens: int) -> int:
+    """Return the default number of epochs: 5, and more for a small text.
+
+    >>> default_epochs(10**9), default_epochs(10**6), default_epochs(10**4)
+    (5, 20, 50)
+    """
+    return min(max(MIN_EPOCHS, -(-MIN_WORD2VEC_TOKENS // max(tokens, 1))), MAX_EPOCHS)

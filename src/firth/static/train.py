@@ -26,7 +26,6 @@ from firth.core.serialization import to_dict
 from firth.models import write_model
 from firth.models.hf.tensors import translate_disk_errors
 from firth.static.learners import (
-    MIN_EPOCHS,
     GloVeTrainer,
     Word2VecCudaTrainer,
     Word2VecTrainer,
@@ -41,6 +40,7 @@ from firth.static.recipe import (
     Word2VecRecipe,
     WordVectorRecipe,
     WordVectorRecipeT,
+    default_epochs,
     merge_static_recipe,
     save_static_recipe,
 )
@@ -56,7 +56,6 @@ from firth.train.checkpoint import (
 from firth.train.log import RunLog, read_last_losses
 from firth.train.loop import SpeedMeter, handle_stop_signals
 
-MIN_WORD2VEC_TOKENS, MAX_EPOCHS = 20_000_000, 50  # default of word2vec's epochs: tokens to read in all, and the limit
 MAX_TIMING_SECONDS = 4.0  # longest timing of steps for `minutes`
 DIVERGENCE_FACTOR = 3.0  # a loss above this multiple of that of untrained vectors is reported as divergence
 RATE_NAMES: dict[type[WordVectorRecipe], str] = {Word2VecRecipe: "alpha", GloVeRecipe: "eta"}  # learning rates
@@ -137,15 +136,6 @@ def train_word_vectors(folder: Path, recipe: WordVectorRecipe, resume: bool, sta
         "tokens_per_second": speed,
         "parameters": model.num_parameters,
     }
-
-
-def default_epochs(tokens: int) -> int:
-    """Return the default number of epochs: 5, and more for a small text.
-
-    >>> default_epochs(10**9), default_epochs(10**6), default_epochs(10**4)
-    (5, 20, 50)
-    """
-    return min(max(MIN_EPOCHS, -(-MIN_WORD2VEC_TOKENS // max(tokens, 1))), MAX_EPOCHS)
 
 
 def is_on_gpu(recipe: WordVectorRecipe) -> bool:
