@@ -230,3 +230,4 @@ def test_the_rate_follows_the_batch() -> None:
     assert scale_rate_to_batch(4e-3, tiny, 2**20) == 8e-3
     assert scale_rate_to_batch(3.3e-3, base, 32768) == 3.3e-3
     assert scale_rate_to_batch(2e-3, base, 4096) == 1e-3
+    assert scale_rate_to_batch(4e-3, get_preset("ulmfit-tiny"), 2240) == 4e-3, "as published"

@@ -287,8 +287,10 @@ def scale_rate_to_batch(rate: float, model: ModelConfig, batch_tokens: int) -> f
 
     An update of Adam or Muon is as large as the rate, whatever the gradient. So rate ** 2 / batch, the variance of its
     noise, stays the same (the square root rule of Malladi et al. 2022). Default rates were tuned with 4,096 tokens at
-    width 128 and with 32,768 from width 512 on (docs/history.md).
+    width 128 and with 32,768 from width 512 on (docs/history.md). LSTMs keep their published rates.
     """
+    if model.recurrent is not None:
+        return rate
     tuned = min(GPU_BATCH_TOKENS, MIN_BATCH_TOKENS * (max(model.dim, 128) / 128) ** 1.5)
     factor = math.sqrt(batch_tokens / tuned)
     return float(f"{rate * min(max(factor, 1 / MAX_RATE_FACTOR), MAX_RATE_FACTOR):.1e}")
