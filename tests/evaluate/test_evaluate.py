@@ -17,7 +17,6 @@ import yaml
 from firth import api
 from firth.core.errors import UserError
 from firth.core.files import atomic_folder, find_corruption
-from firth.core.html import format_cell
 from firth.core.serialization import to_dict
 from firth.evaluate import evaluate
 from firth.evaluate.card import non_default_fields, training_section, write_model_card
@@ -227,7 +226,8 @@ def test_every_number_of_a_card_and_a_report_is_that_of_the_results(tuned: Path,
     assert metrics == results["scores"][1]
     for name, value in results["scores"][1].items():
         mean, deviation = mean_and_std([value / 2, value])
-        assert f"| dev.jsonl | {name} | {format_cell(value)} | {format_cell(mean)} | {format_cell(deviation)} |" in card
+        cells = " | ".join(format_metric(name, x) for x in (value, mean, deviation))
+        assert f"| dev.jsonl | {name} | {cells} |" in card
     assert "shots" not in card
     page = write_run_report(
         tmp_path / "run", results | {"failed": []}, read_labelled(tuned.parent / "dev.jsonl", "classify")

@@ -14,6 +14,7 @@ from firth.evaluate import suite as suite_module
 from firth.evaluate.suite import (
     build_task_recipe,
     evaluate_suite,
+    format_suite_rows,
     is_finetuned_on,
     suite_table,
     summarize_suite,
@@ -250,6 +251,9 @@ def test_the_average_is_of_scores_on_one_scale() -> None:
     assert result["average"] == pytest.approx(0.5)
     assert (result["left_out"], result["off_scale"]) == ([], ["text"])
     assert suite_table(result)[-1][1:4] == ("excluded, unbounded: text", "", pytest.approx(0.5))
+    rows = {name: (metrics, score) for name, metrics, _, score, _ in format_suite_rows(result)}
+    assert rows["write"] == ("chrf 60, exact_match 20.0%", "40.0"), "percent, and scores as on the leaderboards"
+    assert (rows["text"][1], rows["average"][1]) == ("30", "50.0")
 
 
 def test_a_nan_score_is_not_in_the_average_and_named(

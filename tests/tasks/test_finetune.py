@@ -821,7 +821,9 @@ def test_failed_seeds_are_counted(capsys: pytest.CaptureFixture[str]) -> None:
     found = exclude_failed_seeds([0.8, 0.5, 0.9, float("nan")], 0.5, "accuracy")
     assert found["failed"] == [1, 3]
     assert found["mean_without_failed"] == pytest.approx(0.85)
-    assert "2 of 4 seeds did not beat chance (accuracy 0.5); the mean of the others is 0.85" in capsys.readouterr().err
+    assert (
+        "2 of 4 seeds did not beat chance (accuracy 50.0%); the mean of the others is 85.0%" in capsys.readouterr().err
+    )
     assert exclude_failed_seeds([0.5], 0.5, "accuracy")["mean_without_failed"] is None
     assert exclude_failed_seeds([0.6], 0.5, "accuracy")["failed"] == []
 

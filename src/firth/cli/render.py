@@ -6,7 +6,7 @@ import json
 import math
 import re
 import textwrap
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -110,7 +110,7 @@ def print_result(result: Mapping[str, Any], as_json: bool, title: str) -> None:
         if isinstance(value, dict) and any(isinstance(part, list) for part in value.values()):
             rows += [(f"{name}: {key}", format_value(part)) for key, part in value.items()]
         else:
-            rows.append((name, format_value(value)))
+            rows.append((name, *format_with_deviation(name, [value], None)))
     show_table(title, ["", ""], rows)
 
 
@@ -158,31 +158,42 @@ def format_value(value: Any) -> str:
     return "" if value is None else str(value)
 
 
-def format_share(value: Any, num_examples: int) -> str:
-    """Format a score with the digits that this many examples support.
+def format_score(name: str, value: Any, num_examples: int) -> str:
+    """Format a score with the digits that this many examples support; a share is a percentage.
 
     A share of n examples moves in steps of 1/n, and its standard error is up to 0.5 / sqrt(n). So digits finer than a
-    step, or than a tenth of that error, are left out. Numbers above 1 are no shares.
+    step, or than a tenth of that error, are left out.
 
-    >>> format_share(10 / 12, 12), format_share(0.84317, 1000), format_share(0.84317, 10_000), format_share(20.123, 12)
-    ('0.83', '0.843', '0.8432', '20.12')
+    >>> [format_score("accuracy", x, n) for x, n in ((10 / 12, 12), (0.84317, 1000), (0.84317, 10_000))]
+    ['83%', '84.3%', '84.32%']
+    >>> format_score("mcc", 0.84317, 1000), format_score("perplexity", 20.123, 12)
+    ('0.843', '20.12')
     """
+    from firth.metrics import format_metric, is_share_metric
+
     if not isinstance(value, float) or not abs(value) <= 1 or num_examples < 1:
-        return format_value(value)
+        return format_metric(name, value) if isinstance(value, float) else format_value(value)
     decimals = min(math.ceil(math.log10(num_examples)), math.ceil(math.log10(20 * math.sqrt(num_examples))))
-    return f"{value:.{min(max(decimals, 2), 4)}f}"
+    decimals = min(max(decimals, 2), 4)
+    return f"{100 * value:.{decimals - 2}f}%" if is_share_metric(name) else f"{value:.{decimals}f}"
 
 
-def format_with_deviation(values: Sequence[Any], deviation: float) -> list[str]:
-    """Format scores and their standard deviation with two digits of the deviation.
+def format_with_deviation(name: str, values: Sequence[Any], deviation: Any) -> list[str]:
+    """Format scores of a metric with two digits of their standard deviation; shares are percentages.
 
-    >>> format_with_deviation([0.73121, 0.02134], 0.02134), format_with_deviation([41.2345, 1.2345], 1.2345)
-    (['0.731', '0.021'], ['41.2', '1.2'])
+    >>> format_with_deviation("accuracy", [0.73121, 0.02134], 0.02134), format_with_deviation("bleu", [41.2], 1.23)
+    (['73.1%', '2.1%'], ['41.2'])
+    >>> format_with_deviation("accuracy", [0.73121, None], None)
+    ['73.1%', '']
     """
-    if not (math.isfinite(deviation) and deviation > 0):
-        return [format_value(value) for value in values]
-    decimals = min(max(1 - math.floor(math.log10(deviation)), 0), 4)
-    return [f"{value:,.{decimals}f}" if isinstance(value, float) else format_value(value) for value in values]
+    from firth.metrics import format_metric, is_share_metric
+
+    scale, unit = (100, "%") if is_share_metric(name) else (1, "")
+    if not (isinstance(deviation, float) and math.isfinite(deviation) and deviation > 0):
+        is_share = is_share_metric(name)
+        return [format_metric(name, x) if is_share and isinstance(x, float) else format_value(x) for x in values]
+    decimals = min(max(1 - math.floor(math.log10(scale * deviation)), 0), 4)
+    return [f"{scale * x:,.{decimals}f}{unit}" if isinstance(x, float) else format_value(x) for x in values]
 
 
 def format_magnitude(number: float) -> str:
@@ -201,16 +212,14 @@ def print_seeds(result: Mapping[str, Any], dev: str, output_dir: str) -> None:
     from firth.evaluate import seed_table
 
     names, rows = seed_table(result)
-    show_table(f"{result['task']} on {dev}", names, format_score_rows(names, rows))
+    cells = [(name, *format_score_row(name, names[1:], values)) for name, *values in rows]
+    show_table(f"{result['task']} on {dev}", names, cells)
     say(f"The model is {output_dir}/final, the report {result['report']}; next: firth predict {output_dir}/final ...")
 
 
-def format_score_rows(names: Sequence[str], rows: Iterable[Sequence[Any]]) -> list[list[str]]:
-    """Format the rows of a table of scores; a column "deviation" says how many digits mean something."""
-    if "deviation" not in names:
-        return [[format_value(value) for value in row] for row in rows]
-    column = list(names).index("deviation")
-    return [format_with_deviation(row, row[column] if isinstance(row[column], float) else math.nan) for row in rows]
+def format_score_row(metric: str, names: Sequence[str], values: Sequence[Any]) -> list[str]:
+    """Format the scores of a metric; a column "deviation" says how many digits mean something."""
+    return format_with_deviation(metric, values, values[names.index("deviation")] if "deviation" in names else None)
 
 
 def print_arms(result: Mapping[str, Any]) -> None:
@@ -221,7 +230,8 @@ def print_arms(result: Mapping[str, Any]) -> None:
     names, rows = arm_table(
         {Path(arm["output_dir"]).name: {**arm, "metric": result["metric"]} for arm in (result, other)}
     )
-    show_table(f"{result['task']} from two starts", names, format_score_rows(names, rows))
+    cells = [(arm, *format_score_row(result["metric"], names[1:], values)) for arm, *values in rows]
+    show_table(f"{result['task']} from two starts", names, cells)
     say(f"The model is {result['output_dir']}/final, the report {result['report']}.")
 
 
@@ -244,8 +254,8 @@ def print_scaling_law(result: Mapping[str, Any]) -> None:
 
 def print_evaluation(result: Mapping[str, Any]) -> None:
     n = result["examples"]
-    rows = [(name, format_share(value, n)) for name, value in result["metrics"].items()]
-    groups = [(f"  {name}", format_share(value, n)) for name, value in result.get("by_group", {}).items()]
+    rows = [(name, format_score(name, value, n)) for name, value in result["metrics"].items()]
+    groups = [(f"  {name}", format_score("accuracy", value, n)) for name, value in result.get("by_group", {}).items()]
     if rows:
         name = ", ".join(result["data"]) if isinstance(result["data"], list) else result["data"]
         title = f"{result['task']} on {name}: {format_count(result['examples'], 'example')}"
@@ -254,10 +264,9 @@ def print_evaluation(result: Mapping[str, Any]) -> None:
 
 
 def print_suite(result: Mapping[str, Any]) -> None:
-    from firth.evaluate import suite_table
+    from firth.evaluate.suite import SUITE_COLUMNS, format_suite_rows
 
-    names = ["task", "metrics", "how", "score", "deviation"]
-    show_table(f"{result['suite']}: {result['checkpoint']}", names, format_score_rows(names, suite_table(result)))
+    show_table(f"{result['suite']}: {result['checkpoint']}", SUITE_COLUMNS, format_suite_rows(result))
     say(f"The report is {result['report']}.")
 
 

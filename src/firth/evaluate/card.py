@@ -17,7 +17,7 @@ from firth.core.files import MODEL_CARD_FILE, read_object, read_yaml, write_text
 from firth.core.html import format_cell
 from firth.core.serialization import to_dict
 from firth.evaluate.export import encoder_without_generator, hf_auto_class
-from firth.metrics import mean_and_std
+from firth.metrics import format_metric, mean_and_std
 from firth.models import FIRTH_MODEL_TYPE, LMHead, ModelConfig, count_parameters, hf_model_type, read_config
 from firth.models.config import TaskHead
 from firth.objectives import Mixture, Objective
@@ -323,12 +323,12 @@ def scores_section(scores: Sequence[CardScores]) -> str:
         return f"Not evaluated yet. {FILL_IN_PLACEHOLDER}"
     several = any(one.means for one in scores)
     columns = ["data", "metric", "score", *(["mean of seeds", "standard deviation"] if several else [])]
-    rows = [
-        (one.data, name, x, *(one.means.get(name, ("", "")) if several else ()))
-        for one in scores
-        for name, x in one.metrics.items()
-        if x is not None
-    ]
+    rows = []
+    for one in scores:
+        for name, x in one.metrics.items():
+            values = [x, *(one.means.get(name, (None, None)) if several else ())]
+            if x is not None:
+                rows.append((one.data, name, *(format_metric(name, value) for value in values)))
     table = "\n".join(
         [markdown_row(columns), "| --- | --- |" + " ---: |" * (len(columns) - 2), *(markdown_row(row) for row in rows)]
     )

@@ -89,7 +89,7 @@ def write_run_report(folder: Path, result: Mapping[str, Any], examples: Sequence
     if result.get("diverged"):
         page.add_paragraph(f"Seeds whose loss diverged, without a score: {format_list(result['diverged'])}.")
     if result.get("comparison"):
-        page.add_paragraph(describe_comparison(result["comparison"], in_points=True))
+        page.add_paragraph(describe_comparison(result["comparison"]))
     lines = read_predictions(folder / "predictions.jsonl")
     predictions = [Prediction(line["prediction"], line.get("scores"), line) for line in lines]
     if tasks := result.get("tasks"):

@@ -18,11 +18,11 @@ from typing import Any
 from firth.core.console import format_count, quiet, run_series, say, warn
 from firth.core.errors import UserError, did_you_mean, quote
 from firth.core.files import check_output_folder, read_object, read_yaml, write_json, write_results
-from firth.core.html import HtmlPage
+from firth.core.html import HtmlPage, format_cell
 from firth.evaluate.evaluate import ZERO_SHOT_TASKS, check_evaluation, evaluate, evaluate_finetuned
 from firth.evaluate.likelihood import choose_scoring_method, text_metric_names
 from firth.evaluate.report import write_run_report_and_card
-from firth.metrics import f1, mean_and_std, squad_per_question
+from firth.metrics import f1, format_metric, mean_and_std, squad_per_question
 from firth.models import read_config
 from firth.recipes import finetuning_defaults
 from firth.static.ngram import is_ngram
@@ -57,7 +57,11 @@ SUITE_RECIPE_FIELDS = ("checkpoint", "task", "train", "dev", "columns", "output_
 MODE_ZERO_SHOT, MODE_ALREADY_FINETUNED, MODE_FINETUNE = "as it is", "fine-tuned already", "fine-tuned"
 # metrics of `superglue_extra_scores`, by task
 SUPERGLUE_EXTRA_METRICS = {"multirc": ("exact_match",), "record": ("exact_match", "f1")}
-SCORE_CAPTION = "A score is the mean of its metrics; metrics from 0 to 100 (BLEU, chrF, ROUGE) are divided by 100."
+SUITE_COLUMNS = ["task", "metrics", "how", "score", "deviation"]
+SCORE_CAPTION = (
+    "A score is the mean of its metrics, from 0 to 100 as on the leaderboards: shares, correlations and mcc are "
+    "multiplied by 100."
+)
 PERCENT_METRICS = ("chrf", "bleu", "rouge_1", "rouge_2", "rouge_l", "rouge_lsum")  # from 0 to 100
 # lower is better, or without a bound: not averaged
 UNBOUNDED_METRICS = (*text_metric_names(True), *text_metric_names(False), "answer_logp")
@@ -491,6 +495,15 @@ def suite_table(result: Mapping[str, Any]) -> list[tuple[str, str, str, float, f
     return [*rows, ("average", "; ".join(filter(None, (incomplete, nan, unbounded))), "", average, std)]
 
 
+def format_suite_rows(result: Mapping[str, Any]) -> list[tuple[str, ...]]:
+    """Format the table of a suite; scores are from 0 to 100, except those of unbounded metrics."""
+    rows = []
+    for name, metrics, how, *scores in suite_table(result):
+        unbounded = name in result["off_scale"]
+        rows.append((name, metrics, how, *(format_cell(x) if unbounded else f"{100 * x:.1f}" for x in scores)))
+    return rows
+
+
 def average_std(tasks: Sequence[Mapping[str, Any]]) -> float:
     """Standard deviation of the average over seeds; a task with one score has it for every seed.
 
@@ -508,16 +521,16 @@ def average_std(tasks: Sequence[Mapping[str, Any]]) -> float:
 def format_metrics(metrics: Mapping[str, Mapping[str, float]]) -> str:
     """
     >>> format_metrics({"matched": {"accuracy": 0.5}, "mismatched": {"accuracy": 0.25}})
-    'matched accuracy 0.5000, mismatched accuracy 0.2500'
+    'matched accuracy 50.0%, mismatched accuracy 25.0%'
     """
     named = len(metrics) > 1
     parts = [(f"{part} " if named else "", name, x) for part, scores in metrics.items() for name, x in scores.items()]
-    return ", ".join(f"{part}{name} {x:.4f}" for part, name, x in parts)
+    return ", ".join(f"{part}{name} {format_metric(name, x)}" for part, name, x in parts)
 
 
 def write_suite_page(path: Path, result: Mapping[str, Any]) -> None:
     page = HtmlPage(f"{result['suite']}: {result['checkpoint']}")
-    page.add_table(["task", "metrics", "how", "score", "deviation"], suite_table(result), SCORE_CAPTION)
+    page.add_table(SUITE_COLUMNS, format_suite_rows(result), SCORE_CAPTION)
     if not result["complete"]:
         page.add_paragraph(f"The average is incomplete: {', '.join(result['missing'])} were not scored.")
     if result["left_out"]:

@@ -90,7 +90,7 @@ def write_comparison_report(folder: Path, recipe: FinetuneRecipe, results: Mappi
     """Write the page of both arms: the difference first, then the scores and where each arm's own report is."""
     ours, (other_name, other) = results[FINETUNED_FOLDER], list(results.items())[-1]
     page = HtmlPage(f"{ours['task']}: {FINETUNED_FOLDER} against {other_name}")
-    page.add_paragraph(describe_comparison(ours["comparison"], in_points=True))
+    page.add_paragraph(describe_comparison(ours["comparison"]))
     page.add_heading("Scores")
     columns, rows = arm_table(results)
     cells = [(name, *(format_metric(ours["metric"], score) for score in scores)) for name, *scores in rows]

@@ -20,7 +20,7 @@ from firth.metrics.tagging import (
     find_stray_tags,
     per_type_metrics,
 )
-from firth.metrics.task_metrics import compute_metrics, format_difference, format_metric
+from firth.metrics.task_metrics import compute_metrics, format_difference, format_metric, is_share_metric
 from firth.metrics.text import bits_per_byte, perplexity
 
 __all__ = [
@@ -46,6 +46,7 @@ __all__ = [
     "format_difference",
     "format_metric",
     "is_additive_metric",
+    "is_share_metric",
     "make_additive_score",
     "mean_and_std",
     "minimal_pair_correct",

@@ -37,6 +37,7 @@ from firth.metrics import (
     compute_metrics,
     failed_runs,
     format_difference,
+    format_metric,
     is_additive_metric,
     make_additive_score,
     mean_and_std,
@@ -211,8 +212,9 @@ def exclude_failed_seeds(
     good = [v for i, v in enumerate(values) if i not in bad]
     mean, std = mean_and_std(good) if good else (None, None)
     if bad:
-        learned = f"; the mean of the others is {mean:.4g}" if good else ""
-        warn(f"{len(bad)} of {len(values)} seeds did not beat chance ({metric} {chance:.4g}){learned}.")
+        learned = f"; the mean of the others is {format_metric(metric, mean)}" if good else ""
+        by_chance = f"{metric} {format_metric(metric, chance)}"
+        warn(f"{len(bad)} of {len(values)} seeds did not beat chance ({by_chance}){learned}.")
     return {"chance": chance, "failed": bad, "mean_without_failed": mean, "std_without_failed": std}
 
 
@@ -430,11 +432,8 @@ def additive_task_score(
     return make_additive_score(name, metric, predictions, true)
 
 
-def describe_comparison(found: Mapping[str, Any], in_points: bool = False) -> str:
-    """Say how large a difference is, over what its interval and p-value are, and whether it may be chance.
-
-    With `in_points`, a difference of shares is in percentage points, as scores are percentages on a page.
-    """
+def describe_comparison(found: Mapping[str, Any]) -> str:
+    """Say how large a difference is, over what its interval and p-value are, and whether it may be chance."""
     metric, baseline, difference, p_value = (found[k] for k in ("metric", "baseline", "difference", "p_value"))
     if p_value is None or math.isnan(p_value):
         known = difference is not None and math.isfinite(difference)
@@ -442,7 +441,7 @@ def describe_comparison(found: Mapping[str, Any], in_points: bool = False) -> st
         return f"{metric} cannot be compared with {baseline}: it is not a number {where}."
     ours, theirs = found["num_seeds"]
     values = difference, found["low"], found["high"]
-    signed, low, high = (format_difference(metric, x) if in_points else f"{x:+.4g}" for x in values)
+    signed, low, high = (format_difference(metric, x) for x in values)
     examples = format_count(found["examples"], "dev example")
     interval = f"{low.removesuffix(' points')} to {high}"
     start = f"{metric} is {signed} against {baseline} (95%: {interval}, {format_p_value(p_value)}, over "
