@@ -312,3 +312,18 @@ def test_folders_without_a_tokenizer(tmp_path: Path) -> None:
     (tmp_path / "tokenizer.json").write_text("{}")
     with pytest.raises(UserError, match="not a tokenizer"):
         load_tokenizer(tmp_path)
+
+
+@pytest.mark.parametrize("model", ["WordLevel", "WordPiece", "BPE"])
+def test_an_id_far_beyond_the_number_of_tokens_is_refused(model: str, tmp_path: Path) -> None:
+    """`tokenizers` would count to it, and arrays over the vocabulary would be as long."""
+    vocab = {"[UNK]": 0, "[PAD]": 1, "a": 2, "b": 4_000_000_000}
+    more = {"merges": []} if model == "BPE" else {"max_input_chars_per_word": 9, "continuing_subword_prefix": "##"}
+    state = {"model": {"type": model, "vocab": vocab, "unk_token": "[UNK]", **more}, "added_tokens": []}
+    (tmp_path / "tokenizer.json").write_text(json.dumps(state))
+    (tmp_path / "tokenizer_config.json").write_text('{"pad_token": "[PAD]"}')
+    with pytest.raises(UserError, match=r"token 'b' .* has the id 4,000,000,000, and there are only 4 tokens"):
+        load_tokenizer(tmp_path)
+    vocab["b"] = 50_000  # a gap, as between a vocabulary and added tokens
+    (tmp_path / "tokenizer.json").write_text(json.dumps(state))
+    assert load_tokenizer(tmp_path).vocab.size == 50_001

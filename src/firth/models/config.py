@@ -496,6 +496,7 @@ EXTRA_TYPES: dict[str, type[Extra]] = {
     "features": FeatureEncoderConfig,
 }
 Architecture = Literal["encoder", "decoder", "encoder-decoder"]
+MAX_LAYERS = 2_000  # of a stack; the deepest published Transformer has 1,000 (DeepNet, Wang et al. 2022)
 BAG_OF_WORDS_FAMILY = "bag"  # the family without layers: a text is the mean of its token embeddings
 
 
@@ -647,8 +648,8 @@ class ModelConfig:
         """Whether the task head reads the last token of a text."""
         return getattr(self.head, "pool", None) == "last"
 
-    def problems(self) -> list[str]:
-        """Return what is wrong with this config, one message per problem."""
+    def problems_of_sizes(self) -> list[str]:
+        """Return the sizes that no model can have, before anything is computed from them."""
         at_least_1: dict[str, int | None] = {
             "vocab_size": self.vocab_size,
             "dim": self.dim,
@@ -665,6 +666,21 @@ class ModelConfig:
         wrong = [
             f"model.{name} is {n}, and must be at least 1" for name, n in at_least_1.items() if n is not None and n < 1
         ]
+        depths = {
+            "num_layers": self.num_layers,
+            "num_decoder_layers": self.num_decoder_layers or 0,
+            "bottleneck.num_mlps": self.bottleneck.num_mlps if self.bottleneck is not None else 0,
+            "recurrent.num_highways": getattr(self.recurrent, "num_highways", 0),
+            "extras.num_layers": getattr(self.get_extra("decoder"), "num_layers", 0),
+        }
+        return wrong + [
+            f"model.{name} is {n:,}, and can be at most {MAX_LAYERS:,}" for name, n in depths.items() if n > MAX_LAYERS
+        ]
+
+    def problems(self) -> list[str]:
+        """Return what is wrong with this config, one message per problem."""
+        if wrong := self.problems_of_sizes():
+            return wrong
         if isinstance(self.position, T5Bias) and not 4 <= self.position.num_buckets < 2 * self.position.max_distance:
             wrong.append(
                 "model.position.num_buckets must be at least 4, and less than twice model.position.max_distance"

@@ -47,6 +47,7 @@ from firth.models.heads import (
     gather_positions,
 )
 from firth.models.init import init_weights
+from firth.models.parameters import check_model_memory
 from firth.models.position.mask_decoder import EnhancedMaskDecoder
 from firth.models.position.xl_memory import XLMemory
 from firth.models.recurrent.awd import AWDLSTMStack
@@ -671,7 +672,9 @@ def detach_metrics(metrics: dict[str, Tensor]) -> dict[str, Tensor]:
 
 
 def make_model(config: ModelConfig) -> Model:
-    """Return a model of this config, initialised at random."""
+    """Return a model of this config, initialised at random; one that does not fit into memory is a UserError."""
+    if not config.problems():
+        check_model_memory(config, allocate=torch.get_default_device().type != "meta")
     return MODEL_CLASSES[config.architecture](config)
 
 

@@ -9,27 +9,38 @@ from __future__ import annotations
 
 from itertools import pairwise
 
+from firth.core.errors import UserError
+from firth.core.files import format_bytes
+from firth.core.memory import check_memory
 from firth.models.config import (
     AWDLSTMConfig,
     BiLSTMConfig,
     BottleneckConfig,
     Disentangled,
     ELMoConfig,
+    FeatureEncoderConfig,
     GeneratorConfig,
     LayerNormConfig,
     LMHead,
+    MaskDecoder,
     ModelConfig,
     NoNormConfig,
     QueryStream,
     RMSNormConfig,
     Seq2SeqConfig,
     Shaw,
+    SinusoidalPosition,
+    SpanBoundaryHead,
     T5Bias,
+    TaskHeadBase,
     TransformerXL,
     lm_head_width,
     make_generator_model_config,
 )
 from firth.tokens.characters import NUM_CHAR_IDS
+
+FLOAT_BYTES = 4
+MAX_MODEL_BYTES = 2**50  # 1 PiB; beyond 2^63 torch has no shapes without memory either
 
 
 def count_parameters(config: ModelConfig) -> int:
@@ -39,7 +50,7 @@ def count_parameters(config: ModelConfig) -> int:
     ):
         return _count_built(config)
     spec = config.get_extra("generator")
-    total = _embeddings(config) + _stacks(config)
+    total = count_backbone_parameters(config)
     if config.get_extra("query") is not None:
         total += config.embed_width
     if not isinstance(spec, GeneratorConfig):
@@ -49,6 +60,44 @@ def count_parameters(config: ModelConfig) -> int:
     discriminator = _linear(config.dim, config.dim) + _linear(config.dim, 1)
     generator = _linear(config.embed_width, small.dim) + _stack(small, small.num_layers)
     return total + _lm_head(small, config.head) + delta + generator + discriminator
+
+
+def count_backbone_parameters(config: ModelConfig) -> int:
+    """Return the number of parameters without heads and extras; a formula for every model, in microseconds."""
+    return _embeddings(config) + _stacks(config)
+
+
+def check_model_memory(config: ModelConfig, allocate: bool = True) -> None:
+    """Raise a UserError for a model that does not fit into memory, before any of it is allocated.
+
+    Without `allocate` (torch's device "meta") only a model is refused that no machine can hold.
+    """
+    count = count_backbone_parameters(config) + _heads_at_least(config)
+    what, fix = f"A model of {count:,} parameters", "Choose a smaller model (`firth models`)."
+    if allocate:
+        check_memory(FLOAT_BYTES * count, what, fix)
+    elif FLOAT_BYTES * count > MAX_MODEL_BYTES:
+        raise UserError(f"{what} takes {format_bytes(FLOAT_BYTES * count)}, more than any machine has. {fix}")
+
+
+def _heads_at_least(config: ModelConfig) -> int:
+    """About how many numbers the head, extras and sinusoidal positions have: whatever a config can make large."""
+    head, total = config.head, 0
+    if isinstance(head, LMHead):
+        total += _lm_head(config, head)
+    if isinstance(head, TaskHeadBase):
+        num_outputs, inputs = len(getattr(head, "names", "1")), getattr(head, "num_marked", 1) * config.head_input_dim
+        total += _linear(inputs, head.pooler_dim or config.dim) if head.has_pooler else _linear(inputs, num_outputs)
+        total += (head.pooler_dim or 0) * num_outputs + num_outputs**2 * getattr(head, "crf", False)
+    for extra in config.extras:
+        if isinstance(extra, SpanBoundaryHead | MaskDecoder):
+            total += config.dim * (extra.max_span_length if isinstance(extra, SpanBoundaryHead) else extra.length)
+        elif isinstance(extra, FeatureEncoderConfig):
+            total += 2 * _lstm(config.dim + extra.word_dim, extra.bilstm_hidden_size)
+            total += config.vocab_size * extra.word_dim
+    if isinstance(config.position, SinusoidalPosition):
+        total += 4 * config.position.length * config.input_width  # it is computed in float64
+    return total
 
 
 def _count_built(config: ModelConfig) -> int:

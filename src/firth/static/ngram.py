@@ -139,13 +139,19 @@ class NgramConfigFile:
 def load_ngram(folder: str | Path) -> NgramModel:
     folder = Path(folder)
     facts, file = read_object(folder / "config.json", NgramConfigFile), folder / NGRAM_WEIGHTS_FILE
+    tokenizer = load_tokenizer(folder)
+    if facts["vocab_size"] != tokenizer.vocab.size:
+        raise UserError(
+            f"{folder / 'config.json'}: vocab_size is {facts['vocab_size']:,}, and the tokenizer has "
+            f"{tokenizer.vocab.size:,} tokens: they do not belong together."
+        )
     try:
         tensors = load_file(file)
         levels = tuple(
             NgramLevel(tensors[f"{n}.key"], tensors[f"{n}.share"], tensors[f"{n}.back"])
             for n in range(1, facts["order"] + 1)
         )
-        return NgramModel(levels, facts["vocab_size"], tensors["floor"], facts["back"], load_tokenizer(folder))
+        return NgramModel(levels, facts["vocab_size"], tensors["floor"], facts["back"], tokenizer)
     except (SafetensorError, OSError, KeyError) as e:
         raise UserError(f"{file} does not hold the n-grams of config.json ({reason(e)}). Count them again.") from None
 

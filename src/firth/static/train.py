@@ -22,9 +22,11 @@ from safetensors.numpy import load_file, save_file
 from firth.core.console import StatusLine, format_count, format_duration, format_time_left, say, warn
 from firth.core.errors import Interrupted, UserError
 from firth.core.files import atomic_folder, find_corruption, read_object, write_json
+from firth.core.memory import check_memory
 from firth.core.serialization import to_dict
 from firth.models import write_model
 from firth.models.hf.tensors import translate_disk_errors
+from firth.models.parameters import FLOAT_BYTES
 from firth.static.learners import (
     GloVeTrainer,
     Word2VecCudaTrainer,
@@ -103,6 +105,12 @@ def train_word_vectors(folder: Path, recipe: WordVectorRecipe, resume: bool, sta
     num = len(lexicon.counts) - len(lexicon.tokenizer.vocab.special_ids)
     recipe = replace(recipe, epochs=recipe.epochs or default_epochs(text.num_tokens))
     say(f"{num:,} words with {recipe.vector_size} numbers each, {format_count(recipe.workers, 'worker')}")
+    num_vectors = 2 * len(lexicon.counts) + recipe.bigrams
+    check_memory(
+        FLOAT_BYTES * num_vectors * recipe.vector_size,
+        f"A table of {num_vectors:,} vectors of {recipe.vector_size:,} numbers",
+        "Lower vector_size or bigrams, or raise min_count.",
+    )
     is_word2vec_on_cpu = isinstance(recipe, Word2VecRecipe) and recipe.device == "cpu" and recipe.num_noise_words
     if is_word2vec_on_cpu and torch.cuda.is_available():
         say("this machine has a GPU: device=cuda learns there, which is faster on a long text")

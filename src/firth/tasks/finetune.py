@@ -27,6 +27,7 @@ from firth.core.console import format_count, quiet, run_series, say, warn
 from firth.core.errors import UserError, list_names, quote, shorten
 from firth.core.files import atomic_folder, find_corruption, read_object, write_json, write_results
 from firth.core.hashing import hash_uint64
+from firth.core.memory import check_memory
 from firth.metrics import are_span_tags, find_stray_tags
 from firth.models import (
     ClassificationHead,
@@ -44,6 +45,7 @@ from firth.models import (
 from firth.models.hf.adapter import write_adapter
 from firth.models.hf.tensors import find_weight_files
 from firth.models.lora import add_lora, check_lora_support
+from firth.models.parameters import FLOAT_BYTES
 from firth.objectives import Batch
 from firth.tasks.chat import template_uses_date
 from firth.tasks.embed import EmbeddingTask, select_positive_pairs, write_sentence_transformers_files
@@ -198,6 +200,11 @@ def estimate_finetuning(recipe: FinetuneRecipe, task: Task, config: ModelConfig)
     """Estimate what a seed needs. With LoRA or frozen weights, those that are not trained count alone."""
     frozen = recipe.lora_rank or recipe.freeze != "none"
     model_config = recipe.apply_head_options(task.configure_model(config))
+    check_memory(
+        FLOAT_BYTES * 2 * recipe.lora_rank * config.dim * config.num_layers,
+        f"LoRA of rank {recipe.lora_rank:,}",
+        "Lower --lora-rank: 8 is usual.",
+    )
     return estimate_resources(model_config, recipe, trainable_share=0.0 if frozen else 1.0)
 
 

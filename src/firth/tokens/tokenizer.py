@@ -35,6 +35,7 @@ from firth.tokens.builders import (
 )
 
 TokenIds = Sequence[int]
+MAX_ID_GAP_RATIO, MAX_ID_GAP = 2, 100_000  # ids may go up to twice the number of tokens plus 100,000
 SPECIAL_TOKEN_ROLES = ("pad", "unk", "bos", "eos", "cls", "sep", "mask")
 
 
@@ -70,6 +71,7 @@ class Tokenizer:
     ) -> None:
         backend.no_padding()
         backend.no_truncation()
+        check_token_ids(backend)  # before `to_str`, which counts from 0 to the largest id
         state = json.loads(backend.to_str())
         self.backend = backend
         self.special_tokens = dict(special_tokens)
@@ -194,6 +196,22 @@ def detect_tokenizer_kind(tokenizer_json: Mapping[str, Any], config: Mapping[str
 def is_byte_level(tokenizer_json: Mapping[str, Any]) -> bool:
     """Whether a normalizer or pre-tokenizer turns text into bytes."""
     return '"ByteLevel"' in json.dumps([tokenizer_json["normalizer"], tokenizer_json["pre_tokenizer"]])
+
+
+def check_token_ids(backend: Backend) -> None:
+    """Raise a UserError if ids are far apart: arrays over a vocabulary are as long as its largest id.
+
+    Gaps occur in published tokenizers, as between the tokens and those that were added later.
+    """
+    ids = backend.get_vocab(with_added_tokens=True)
+    if not ids:
+        raise UserError("This tokenizer has no tokens.")
+    token, last = max(ids.items(), key=lambda item: item[1])
+    if last >= MAX_ID_GAP_RATIO * len(ids) + MAX_ID_GAP:
+        raise UserError(
+            f"The token {quote(token)} of this tokenizer has the id {last:,}, and there are only {len(ids):,} tokens. "
+            "Number them from 0."
+        )
 
 
 def read_vocabulary(backend: Backend, special_tokens: Mapping[str, str]) -> Vocabulary:

@@ -17,11 +17,13 @@ import torch
 from firth.core.console import format_duration, warn
 from firth.core.errors import UserError
 from firth.core.files import check_disk_space, format_bytes
+from firth.core.memory import check_memory, free_memory
 from firth.models import Model, ModelConfig, flops_per_token, make_model
+from firth.models.parameters import FLOAT_BYTES
 from firth.train.muon import hidden_matrices
 from firth.train.recipe import TrainingConfig
 
-FLOAT_BYTES = 4
+TOKEN_ID_BYTES = 8  # the ids of a batch are int64
 MAX_PARAMETERS_PER_TOKEN = 100  # more is warned about; compute-optimal models have 1/20 (Hoffmann et al. 2022)
 MIN_WARNED_PARAMETERS = 10_000_000  # smaller models train in minutes anyway
 GPU_TRAINING_SHARE = 0.45  # of a 16-bit matmul's speed: 0.43 to 0.64 in docs/results.md (8 layers of 512, bert-base)
@@ -47,13 +49,18 @@ class ResourceEstimate(NamedTuple):
 
 def estimate_resources(config: ModelConfig, training: TrainingConfig, trainable_share: float = 1.0) -> ResourceEstimate:
     """Estimate a run with this model; `trainable_share` of its weights are trained (LoRA: few)."""
+    tokens = training.global_batch_size * training.max_seq_length
+    check_memory(
+        TOKEN_ID_BYTES * tokens,
+        f"A step of {training.global_batch_size:,} rows of {training.max_seq_length:,} tokens",
+        "Lower --per-device-train-batch-size or --max-seq-length.",
+    )
     with torch.device("meta"):
         model = make_model(config)
     weights = sum(p.numel() for p in model.parameters())
     trained = round(weights * trainable_share)
     state = round(optimizer_numbers(model, training.optim) * trainable_share)
     average = trained if training.ema_decay else 0
-    tokens = training.global_batch_size * training.max_seq_length
     return ResourceEstimate(
         weights,
         FLOAT_BYTES * (weights + trained + state + average),
@@ -76,11 +83,7 @@ def available_memory(device: torch.device) -> int:
     """Return the free memory of the host, or the memory of the GPU, in bytes; 0 if unknown."""
     if device.type == "cuda":
         return int(torch.cuda.get_device_properties(device).total_memory)
-    try:
-        lines = Path("/proc/meminfo").read_text(encoding="ascii").splitlines()
-    except OSError:
-        return 0
-    return next((int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:")), 0)
+    return free_memory()
 
 
 def measure_flops(device: torch.device, seconds: float = 0.05) -> float:

@@ -20,7 +20,7 @@ from firth.core.files import atomic_folder, check_output_folder, read_json, read
 from firth.models.config import Extra, Head, LMHead, ModelConfig, TaskHead
 from firth.models.hf.config_io import OBJECTIVE_KEY, read_config, special_token_ids, to_hf_config
 from firth.models.hf.convert import from_hf_tensors, to_hf_tensors, unexpected_tensors, unique_state_dict
-from firth.models.hf.tensors import WEIGHTS_FILE, read_tensors, translate_disk_errors
+from firth.models.hf.tensors import WEIGHTS_FILE, find_weight_files, read_tensors, translate_disk_errors
 from firth.models.model import ForcedTokens, Model, get_forced_tokens, make_model
 from firth.models.template import make_sequence_template
 from firth.tokens import Tokenizer, Vocabulary, load_tokenizer
@@ -49,8 +49,9 @@ def load_model(folder: str | Path, head: Head | None = None, extras: tuple[Extra
     """
     folder = Path(folder)
     config = read_config(folder)
-    tensors = read_tensors(folder)
+    find_weight_files(folder)
     model = make_model(config if head is None else replace(config, head=head, extras=extras))
+    tensors = read_tensors(folder)
     new_head = head is not None and (head != config.head or isinstance(head, TaskHead))
     load_weights(model, tensors, str(folder), new_head)
     if head is None:

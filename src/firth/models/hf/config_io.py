@@ -31,7 +31,8 @@ from firth.models.config import (
 from firth.models.hf.layout import EXTRAS_KEY, HEAD_KEY, HFLayout, has_architecture, label_names
 from firth.models.hf.registry import FAMILY_LAYOUTS, MODEL_TYPE_LAYOUTS
 from firth.models.hf.settings import ACTIVATION_FROM_HF, ACTIVATION_TO_HF
-from firth.models.hf.tensors import read_tensors
+from firth.models.hf.tensors import list_weight_files, read_tensors
+from firth.models.parameters import count_backbone_parameters
 from firth.models.prompt_form import prompt_form_of_objective
 from firth.models.template import make_sequence_template
 from firth.tokens import Vocabulary
@@ -283,6 +284,24 @@ def with_vocabulary(config: ModelConfig, vocab: Vocabulary) -> ModelConfig:
     return replace(config, position=LearnedPosition(length + vocab.pad + 1, vocab.pad + 1))
 
 
+def check_config_sizes(config: ModelConfig, folder: Path) -> None:
+    """Raise a UserError for a config that the weights beside it cannot belong to, before anything is allocated.
+
+    A number takes at least one byte, so a model has no more parameters than its files have bytes. This costs nothing;
+    `load_weights` compares the shapes one by one.
+    """
+    file = folder / "config.json"
+    if wrong := config.problems_of_sizes():
+        raise UserError(f"{file}: {'; '.join(wrong)}.")
+    size = sum((folder / name).stat().st_size for name in list_weight_files(folder) if (folder / name).is_file())
+    count = count_backbone_parameters(config)
+    if size and count > size:
+        raise UserError(
+            f"{file}: the model of this config has {count:,} parameters, and the weights have only {size:,} bytes: "
+            "they do not belong together, or the weights are damaged or cut short."
+        )
+
+
 def read_config(folder: str | Path) -> ModelConfig:
     """Return the ModelConfig of a checkpoint folder."""
     folder = Path(folder)
@@ -291,6 +310,7 @@ def read_config(folder: str | Path) -> ModelConfig:
         hint = f" Did you mean {inside}?" if inside else ""
         raise UserError(f"{folder} is not a checkpoint: it has no config.json.{hint}")
     config = from_hf_config(read_json(folder / "config.json"), str(folder / "config.json"))
+    check_config_sizes(config, folder)
     layout = FAMILY_LAYOUTS.get(config.family)
     if layout is None or layout.refine_config is None:
         return config

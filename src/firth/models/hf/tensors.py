@@ -30,7 +30,7 @@ class WeightIndexFile:
     weight_map: dict[str, str]
 
 
-def _weight_files(folder: Path) -> list[str]:
+def list_weight_files(folder: Path) -> list[str]:
     index = folder / (WEIGHTS_FILE + ".index.json")
     if not index.is_file():
         return [WEIGHTS_FILE]
@@ -44,7 +44,7 @@ def _weight_files(folder: Path) -> list[str]:
 
 def find_weight_files(folder: Path) -> list[str]:
     """Return the names of the weight files of a checkpoint; raise a UserError where there are none."""
-    names = _weight_files(folder)
+    names = list_weight_files(folder)
     if not (folder / names[0]).is_file():
         if any(folder.glob("*.bin")):
             raise UserError(
