@@ -411,15 +411,15 @@ def collect_input_texts(
 
 
 def read_input_file(file: str, columns: tuple[str, ...], encoding: str) -> list[str]:
-    from firth.text.open_text import check_encoding, read_lines
-    from firth.text.records import data_extension, read_jsonl_records
+    from firth.text.open_text import check_encoding
+    from firth.text.records import data_extension, read_jsonl_records, read_record_lines
 
     path, encoding = Path(file), check_encoding(encoding)
     if data_extension(path) != ".jsonl":
-        texts = [line.rstrip("\r\n") for line in read_lines(path, encoding)]
+        texts = [line.rstrip("\r\n") for line in read_record_lines(path, encoding)]
     else:
         texts = []
-        for number, record in read_jsonl_records(path, encoding):
+        for number, record in read_jsonl_records(path, encoding, bound_size=True):
             column = next((name for name in columns if isinstance(record.get(name), str)), None)
             if column is None:
                 raise UserError(f"{file}:{number}: none of the columns {', '.join(columns)} holds a text.")

@@ -26,8 +26,8 @@ from firth.models import Model, load_model
 from firth.models.recurrent.elmo import CharCNNEmbedding
 from firth.tasks import Prediction
 from firth.text import Example
-from firth.text.open_text import DECOMPRESSORS, open_decompressed, read_lines
-from firth.text.records import is_numeric_string
+from firth.text.open_text import DECOMPRESSORS, open_decompressed
+from firth.text.records import is_numeric_string, read_record_lines
 from firth.tokens import tokenizer_from_words
 
 ANALOGY_BATCH_QUESTIONS = 256  # analogies per matmul with all word vectors
@@ -135,7 +135,7 @@ class VectorRow(NamedTuple):
 def read_text_vectors(path: Path) -> Iterator[VectorRow]:
     """Yield the word and the vector of each line. Some words of GloVe contain spaces."""
     promised, dim, num, odd = None, 0, 0, ""
-    for number, line in enumerate(read_lines(path, "utf-8"), 1):
+    for number, line in enumerate(read_record_lines(path, "utf-8"), 1):
         where, cells = f"{path}:{number}", line.rstrip().split(" ")
         if number == 1 and len(cells) == 2 and all(cell.isdecimal() for cell in cells):
             promised, dim = int(cells[0]), int(cells[1])

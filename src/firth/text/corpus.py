@@ -21,7 +21,15 @@ from firth.text.documents import Document as Document
 from firth.text.filters import TextCleaner, replace_lone_surrogates
 from firth.text.hub import HUB_PREFIX, HubDataset
 from firth.text.normalize import apply_normal_forms
-from firth.text.open_text import COMPRESSED_EXTENSIONS_TEXT, ReadProgress, check_encoding, raise_os_error, read_lines
+from firth.text.open_text import (
+    COMPRESSED_EXTENSIONS_TEXT,
+    ReadProgress,
+    check_encoding,
+    check_not_special,
+    is_special_file,
+    raise_os_error,
+    read_lines,
+)
 from firth.text.records import (
     RECORD_READERS,
     NumberedRecords,
@@ -308,6 +316,7 @@ def find_corpus_files(path: Path) -> list[CorpusFile]:
         raise_os_error(e)
     if not exists:
         raise UserError(f"{path}: no such file or folder.")
+    check_not_special(path, str(path))
     if is_folder:
         return [CorpusFile(file, is_user_named=False, display_name=str(file)) for file in find_readable_files(path)]
     if data_extension(path) not in READABLE_EXTENSIONS:
@@ -325,7 +334,9 @@ def find_readable_files(folder: Path) -> list[Path]:
     for parent, folders, names in os.walk(folder, onerror=raise_os_error):
         folders[:] = [name for name in folders if not name.startswith(".")]
         for file in (Path(parent, name) for name in names if not name.startswith(".")):
-            if data_extension(file) in READABLE_EXTENSIONS:
+            if data_extension(file) in READABLE_EXTENSIONS and is_special_file(file):
+                others["pipe or device"] += 1
+            elif data_extension(file) in READABLE_EXTENSIONS:
                 files.append(file)
             else:
                 others[data_extension(file) or "no extension"] += 1

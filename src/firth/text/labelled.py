@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +28,7 @@ from firth.text.records import (
     data_extension,
     is_numeric_string,
     read_jsonl_records,
+    read_record_lines,
     resolve_columns,
 )
 
@@ -198,7 +200,7 @@ def read_text_documents(path: Path, encoding: str) -> NumberedRecords:
 def read_analogy_records(path: Path, encoding: str) -> NumberedRecords:
     """Yield analogies in the format of Google's questions-words.txt: four words on a line, under `: section`."""
     section = ""
-    for number, line in enumerate(read_lines(path, encoding), 1):
+    for number, line in enumerate(read_record_lines(path, encoding), 1):
         words = line.split()
         if line.startswith(":"):
             section = line[1:].strip()
@@ -210,13 +212,13 @@ def read_analogy_records(path: Path, encoding: str) -> NumberedRecords:
 
 def has_no_header(path: Path, encoding: str) -> bool:
     """Whether the first line of a file is a comment or a data row."""
-    first = next(iter(read_lines(path, encoding)), "")
+    first = next(read_record_lines(path, encoding), "")
     return first.startswith("#") or is_numeric_string(first.rpartition("\t")[2])
 
 
 def read_word_similarity_records(path: Path, encoding: str) -> NumberedRecords:
     """Yield rows of two words and a score, with `#` comments, as in gensim's wordsim353.tsv and simlex999.txt."""
-    for number, line in enumerate(read_lines(path, encoding), 1):
+    for number, line in enumerate(read_record_lines(path, encoding), 1):
         cells = line.split("\t") if "\t" in line else line.split()
         if line.startswith("#") or not line.strip():
             continue
@@ -227,12 +229,12 @@ def read_word_similarity_records(path: Path, encoding: str) -> NumberedRecords:
 
 def read_json_file_records(path: Path, encoding: str) -> NumberedRecords:
     """Yield the objects of a JSON list, of SQuAD's nested format, or of JSON Lines; numbered from 1."""
-    text = "".join(read_lines(path, encoding))
+    text = "".join(read_lines(path, encoding, bound_size=True))
     try:
         content = parse_json(text, str(path))
     except UserError:
         if is_json_object(text.lstrip().partition("\n")[0]):
-            yield from read_jsonl_records(path, encoding)
+            yield from read_jsonl_records(path, encoding, bound_size=True)
             return
         raise
     data = content["data"] if isinstance(content, dict) and "data" in content else content
@@ -254,4 +256,8 @@ def is_json_object(line: str) -> bool:
         return False
 
 
-LABELLED_READERS = {**TABLES, ".json": read_json_file_records}
+# All examples are held in memory, where documents are read one by one.
+LABELLED_READERS: dict[str, Callable[[Path, str], NumberedRecords]] = {
+    **{kind: partial(reader, bound_size=True) for kind, reader in TABLES.items()},
+    ".json": read_json_file_records,
+}

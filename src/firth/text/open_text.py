@@ -13,6 +13,7 @@ import lzma
 import os
 import re
 import shlex
+import stat
 import sys
 import zlib
 from collections.abc import Callable, Iterator
@@ -24,6 +25,9 @@ from typing import IO, Any, NoReturn, cast
 from firth.core.errors import UserError
 
 READ_CHUNK_BYTES = 2**16  # bytes per read and decode
+# A file that is held in memory as a whole may not exceed both limits. Text expands 5 times, tables of labels 20 times,
+# and a short row takes 50 times its bytes in memory.
+MAX_EXPANSION, MAX_EXPANDED_BYTES = 100, 2**24  # decompressed bytes per stored byte, and decompressed bytes
 MAX_CONTROL_CHAR_SHARE = 0.1  # of the first chunk; a file with more is binary
 CONTROL_CHARS = re.compile(r"[\x00-\x08\x0e-\x1a\x1c-\x1f\x7f]")
 READ_ERRORS = (OSError, EOFError, lzma.LZMAError, zlib.error)  # raised by reading a damaged file
@@ -129,6 +133,7 @@ def open_decompressed(
     name = name or str(path)
     extension = path.suffix.lower()
     try:
+        check_not_special(path, name)
         with (
             open(path, "rb") as raw,
             (read_progress or ReadProgress()).track_file(os.fstat(raw.fileno()).st_size, raw.tell),
@@ -142,6 +147,32 @@ def open_decompressed(
         raise UserError(f"{name}: no such file.") from None
     except READ_ERRORS as e:
         raise make_read_error(e, name, extension) from None
+
+
+def check_not_special(path: Path, name: str) -> None:
+    """Raise a UserError for a pipe, a socket or a device, before it is opened: opening or reading it may never end."""
+    if is_special_file(path):
+        raise UserError(
+            f"{name}: a pipe, a socket or a device, not a file. Copy its text to a file, or give it as `-`."
+        )
+
+
+def is_special_file(path: Path) -> bool:
+    """Whether a path exists and is neither a file nor a folder."""
+    try:
+        mode = path.stat().st_mode
+    except OSError:  # opening it gives the reason
+        return False
+    return not (stat.S_ISREG(mode) or stat.S_ISDIR(mode))
+
+
+def check_expansion(num_bytes: int, stored_bytes: int, name: str) -> None:
+    """Raise a UserError for a compressed file that is much larger than any text would be."""
+    if num_bytes > max(MAX_EXPANDED_BYTES, MAX_EXPANSION * stored_bytes):
+        raise UserError(
+            f"{name}: {stored_bytes:,} bytes expand to {num_bytes:,} or more, and a text to at most {MAX_EXPANSION} "
+            "times as many. If it is right, decompress it first."
+        )
 
 
 def make_read_error(error: Exception, name: str, compression: str) -> UserError:
@@ -179,11 +210,15 @@ def read_lines(
     max_chars: int = -1,
     name: str | None = None,
     read_progress: ReadProgress | None = None,
+    bound_size: bool = False,
 ) -> Iterator[str]:
-    r"""Yield the lines of a file with their \n; a line longer than `max_chars` is yielded in pieces (-1: never)."""
+    r"""Yield the lines of a file with their \n; a line longer than `max_chars` is yielded in pieces (-1: never).
+
+    `bound_size` refuses a decompression bomb, for callers that hold the whole file in memory.
+    """
     held: list[str] = []  # pieces of a line whose \n has not been read
     size = 0
-    for text in read_decoded(path, encoding, name, read_progress):
+    for text in read_decoded(path, encoding, name, read_progress, bound_size):
         head, newline, rest = text.rpartition("\n")
         if newline:
             ended = io.StringIO(("".join(held) + head + newline).replace("\r\n", "\n"), newline="\n")
@@ -221,7 +256,11 @@ def split_long_line(line: str, max_chars: int) -> Iterator[str]:
 
 
 def read_decoded(
-    path: Path, encoding: str, name: str | None = None, read_progress: ReadProgress | None = None
+    path: Path,
+    encoding: str,
+    name: str | None = None,
+    read_progress: ReadProgress | None = None,
+    bound_size: bool = False,
 ) -> Iterator[str]:
     """Yield the decoded text of a file in chunks, without its byte order mark."""
     name = name or str(path)
@@ -257,6 +296,8 @@ def read_decoded(
             if not chunk:
                 return
             num_bytes += len(chunk)
+            if bound_size and num_bytes > MAX_EXPANDED_BYTES:
+                check_expansion(num_bytes, path.stat().st_size, name)
             num_newlines += text.count("\n")
             has_non_ascii = has_non_ascii or not text.isascii()
 

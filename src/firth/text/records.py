@@ -7,13 +7,23 @@ import json
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from difflib import get_close_matches
 from functools import partial
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, Literal
+
+import numpy as np
 
 from firth.core.console import format_count
 from firth.core.errors import UserError, did_you_mean, list_names, quote
 from firth.core.parse import parse_json
-from firth.text.open_text import DECOMPRESSORS, ReadProgress, import_optional, open_decompressed, read_lines
+from firth.text.open_text import (
+    DECOMPRESSORS,
+    ReadProgress,
+    check_expansion,
+    import_optional,
+    open_decompressed,
+    read_lines,
+)
 
 NumberedRecords = Iterator[tuple[int, dict[str, Any]]]
 MAX_PREVIEW_CHARS = 40  # of a value in a message
@@ -43,11 +53,15 @@ def is_numeric_string(cell: str) -> bool:
 
 
 def read_jsonl_records(
-    path: Path, encoding: str = "utf-8", name: str | None = None, read_progress: ReadProgress | None = None
+    path: Path,
+    encoding: str = "utf-8",
+    name: str | None = None,
+    read_progress: ReadProgress | None = None,
+    bound_size: bool = False,
 ) -> NumberedRecords:
     """Yield the objects of a .jsonl file with their line numbers; blank lines are skipped."""
     name = name or str(path)
-    for number, line in enumerate(read_record_lines(path, encoding, name, read_progress), 1):
+    for number, line in enumerate(read_record_lines(path, encoding, name, read_progress, bound_size), 1):
         if not line.strip():
             continue
         record = parse_json(line, name, number)
@@ -56,9 +70,16 @@ def read_jsonl_records(
         yield number, record
 
 
-def read_record_lines(path: Path, encoding: str, name: str, read_progress: ReadProgress | None) -> Iterator[str]:
-    """Yield the lines of a file; a line over `MAX_LINE_CHARS` is a UserError."""
-    for number, line in enumerate(read_lines(path, encoding, MAX_LINE_CHARS, name, read_progress), 1):
+def read_record_lines(
+    path: Path,
+    encoding: str,
+    name: str | None = None,
+    read_progress: ReadProgress | None = None,
+    bound_size: bool = True,
+) -> Iterator[str]:
+    """Yield the lines of a file; a line over `MAX_LINE_CHARS` is a UserError, and a decompression bomb too."""
+    name = name or str(path)
+    for number, line in enumerate(read_lines(path, encoding, MAX_LINE_CHARS, name, read_progress, bound_size), 1):
         if len(line) >= MAX_LINE_CHARS and not line.endswith("\n"):
             raise UserError(
                 f"{name}:{number}: a line of more than {MAX_LINE_CHARS:,} characters. "
@@ -74,12 +95,16 @@ def read_table_records(
     read_progress: ReadProgress | None = None,
     delimiter: str = ",",
     quoting: Literal[0, 3] = 0,
+    bound_size: bool = False,
 ) -> NumberedRecords:
     """Yield the rows of a table with their line numbers; the first line names the columns."""
     name = name or str(path)
     csv.field_size_limit(MAX_LINE_CHARS)  # its default of 131,072 characters is too small for documents
     rows = csv.reader(
-        read_record_lines(path, encoding, name, read_progress), delimiter=delimiter, quoting=quoting, strict=True
+        read_record_lines(path, encoding, name, read_progress, bound_size),
+        delimiter=delimiter,
+        quoting=quoting,
+        strict=True,
     )
     header: list[str] | None = None
     number = 1
@@ -105,7 +130,8 @@ def read_parquet_records(
 ) -> NumberedRecords:
     """Yield the rows of a .parquet file, numbered from 1; columns that are not wanted are None.
 
-    Rows are read in batches, so memory does not grow with the file.
+    Rows are read in batches, so memory does not grow with the file. A dictionary page stores a repeated text once, so
+    kilobytes may stand for gigabytes: texts stay dictionary-encoded until their row is read.
     """
     if path.suffix.lower() in DECOMPRESSORS:
         raise UserError(f"{path}: a .parquet file is compressed inside. Decompress {path.suffix} first.")
@@ -113,13 +139,17 @@ def read_parquet_records(
     number = 0
     try:
         with open_decompressed(path) as file:  # so that a missing permission has the usual message
-            table = parquet.ParquetFile(file, pre_buffer=False)
-            size, num_rows = path.stat().st_size, max(table.metadata.num_rows, 1)
+            metadata = parquet.read_metadata(file)
+            columns = [metadata.schema.column(i) for i in range(metadata.num_columns)]
+            texts = [c.path for c in columns if c.physical_type == "BYTE_ARRAY" and "." not in c.path]  # not of lists
+            table = parquet.ParquetFile(file, metadata=metadata, pre_buffer=False, read_dictionary=texts)
+            size, num_rows = path.stat().st_size, max(metadata.num_rows, 1)
             empty_record = dict.fromkeys(table.schema_arrow.names)
             names = [column for column in empty_record if column in wanted_columns]
+            check_parquet_expansion(metadata, names, str(path))
             with (read_progress or ReadProgress()).track_file(size, lambda: size * number // num_rows):
-                for batch in table.iter_batches(parquet_batch_rows(table.metadata), columns=names):
-                    for record in batch.to_pylist():
+                for batch in table.iter_batches(parquet_batch_rows(metadata), columns=names):
+                    for record in iter_batch_records(batch, f"{path}:row ", number):
                         number += 1
                         yield number, empty_record | record
     except UserError:
@@ -133,6 +163,38 @@ def parquet_batch_rows(metadata: Any) -> int:
     """Number of rows per batch, from their mean size."""
     size = sum(metadata.row_group(i).total_byte_size for i in range(metadata.num_row_groups))
     return max(1, min(1024, PARQUET_BATCH_BYTES * metadata.num_rows // max(size, 1)))
+
+
+def check_parquet_expansion(metadata: Any, names: Collection[str], name: str) -> None:
+    """Raise a UserError for pages that decompress to far more than they take."""
+    for group in (metadata.row_group(i) for i in range(metadata.num_row_groups)):
+        for column in (group.column(i) for i in range(group.num_columns)):
+            if column.path_in_schema.partition(".")[0] in names:
+                check_expansion(column.total_uncompressed_size, column.total_compressed_size, name)
+
+
+def iter_batch_records(batch: Any, where: str, num_before: int) -> Iterator[dict[str, Any]]:
+    """Yield the rows of a batch, converting a few at a time; a row over `MAX_LINE_CHARS` bytes is a UserError."""
+    sizes_N = sum((value_sizes(column) for column in batch.columns), np.zeros(batch.num_rows, np.int64))
+    if (largest := sizes_N.max(initial=0)) > MAX_LINE_CHARS:
+        number = num_before + int(sizes_N.argmax()) + 1
+        raise UserError(
+            f"{where}{number}: {largest:,} bytes of text, more than {MAX_LINE_CHARS:,}. Split it into rows."
+        )
+    slice_of_row_N = np.cumsum(sizes_N) // PARQUET_BATCH_BYTES
+    bounds = [0, *(np.flatnonzero(np.diff(slice_of_row_N)) + 1).tolist(), batch.num_rows]
+    for start, end in pairwise(bounds):
+        yield from batch.slice(start, end - start).to_pylist()
+
+
+def value_sizes(array: Any) -> np.ndarray:
+    """Return (N,): the bytes of each value of a pyarrow array: those of the dictionary entry, where it has one."""
+    if not hasattr(array, "dictionary"):
+        return np.full(len(array), array.nbytes // max(len(array), 1), np.int64)
+    compute = import_optional("pyarrow.compute", "reading .parquet files")
+    lengths_V = compute.binary_length(array.dictionary).fill_null(0).to_numpy(zero_copy_only=False)
+    indices_N = array.indices.fill_null(len(lengths_V)).to_numpy(zero_copy_only=False)
+    return np.append(lengths_V, 0).astype(np.int64)[indices_N]  # the last entry is that of a missing value
 
 
 # A quotation mark in a .tsv file is an ordinary character, as in GLUE's files and most corpora.

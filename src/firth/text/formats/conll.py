@@ -8,7 +8,7 @@ from typing import Any
 
 from firth.core.console import format_count
 from firth.core.errors import UserError
-from firth.text.open_text import read_lines
+from firth.text.records import read_record_lines
 
 DOCSTART_MARKER = "-DOCSTART-"
 
@@ -31,7 +31,7 @@ def read_conll_records(
     def sentence() -> dict[str, Any]:
         return {columns["tokens"]: list(words), **({columns["tags"]: list(tags)} if tags else {})}
 
-    for number, line in enumerate(read_lines(path, encoding), 1):
+    for number, line in enumerate(read_record_lines(path, encoding), 1):
         cells = split_conll_columns(line)
         if not cells or cells[0] == DOCSTART_MARKER:
             if words:

@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from firth.text.labelled_row import RowNotes
-from firth.text.open_text import DECOMPRESSORS, read_lines
-from firth.text.records import data_extension
+from firth.text.open_text import DECOMPRESSORS
+from firth.text.records import data_extension, read_record_lines
 from firth.text.suite import SuiteTask, find_task_folders, normalize_task_name
 
 COLA_COLUMNS = ("source", "label", "mark", "sentence")
@@ -88,7 +88,7 @@ def detect_glue_task(path: str | Path, encoding: str = "utf-8") -> GlueTask | No
     task = {normalize_task_name(name): task for name, task in GLUE_TASKS.items()}.get(normalize_task_name(name))
     if task is None:
         return None
-    first = split_tsv_cells(next(read_lines(path, encoding), ""))
+    first = split_tsv_cells(next(read_record_lines(path, encoding), ""))
     if set(task.text_columns) <= set(first):
         return task
     if task.name == "cola" and len(first) == len(COLA_COLUMNS) and first[1] in BINARY_LABELS:
@@ -105,7 +105,7 @@ def read_glue_records(
     an unknown label (such as `-`, where MNLI's annotators did not agree). A column `index` becomes the id.
     """
     header = list(task.default_header)
-    for number, line in enumerate(read_lines(path, encoding), 1):
+    for number, line in enumerate(read_record_lines(path, encoding), 1):
         cells = split_tsv_cells(line)
         if not header:
             header = cells

@@ -165,7 +165,7 @@ def detect_superglue_task(path: str | Path, encoding: str = "utf-8") -> SuperGlu
 
 def read_superglue_records(task: SuperGlueTask, path: Path, encoding: str) -> Iterator[tuple[int, JsonRecord]]:
     """Yield the converted records of a file; one line may give several."""
-    for number, record in read_jsonl_records(path, encoding):
+    for number, record in read_jsonl_records(path, encoding, bound_size=True):
         try:
             yield from ((number, made) for made in task.convert(record))
         except (KeyError, TypeError, ValueError, OverflowError, AttributeError, IndexError) as e:
