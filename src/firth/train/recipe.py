@@ -61,7 +61,7 @@ def parse_batch_rows(text: str, option: str) -> int:
     """
     rows = 0 if text == "auto" else int(text) if text.isdecimal() else -1
     if rows < 1 and text != "auto":
-        raise UserError(f"{option}: {text!r} is neither a whole number of at least 1 nor auto.")
+        raise UserError(f"{option}: {quote(text)} is neither a whole number of at least 1 nor auto.")
     return rows
 
 

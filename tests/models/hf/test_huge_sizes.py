@@ -14,7 +14,7 @@ import torch
 import firth
 from firth.core import memory
 from firth.core.errors import UserError
-from firth.models import ModelConfig, get_preset, load_model, make_model, with_classification_head
+from firth.models import ModelConfig, get_preset, load_model, make_model
 from firth.models.config import (
     FeatureEncoderConfig,
     LMHead,
@@ -24,6 +24,7 @@ from firth.models.config import (
     TokenClassificationHead,
 )
 from firth.models.presets import bert
+from firth.models.task_heads import with_classification_head
 from firth.tokens import train_tokenizer
 from firth.train.recipe import TrainingConfig
 from firth.train.resources import estimate_resources
