@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 import yaml
+from markdown_it import MarkdownIt
 
 from firth import api
 from firth.core.errors import UserError
@@ -209,6 +210,30 @@ def test_a_card_says_what_is_known_and_no_more(tuned: Path, tmp_path: Path) -> N
     with atomic_folder(tuned / "final") as temporary:  # as when a run is resumed
         (temporary / "config.json").write_text("{}")
     assert path.read_text(encoding="utf-8") == card
+
+
+def test_a_card_shows_labels_and_names_as_they_are(saved: Callable[[str], Path], tmp_path: Path) -> None:
+    """Markdown of another program finds no link, image or HTML in the card, and YAML finds one document."""
+    hostile = "a\n---\n# b | <img src=x onerror=y> [c](http://d) ![e](f) **g** `h` \x1b[2J"
+    folder = tmp_path / "<b>run<b> [x](y) *z*" / "final"
+    shutil.copytree(saved("bert"), folder)
+    task = {"task": "classify", "answer": "head", "labels": [hostile, "plain_label"]}
+    (folder / "task.json").write_text(json.dumps(task))
+    (folder.parent / "source.json").write_text(json.dumps({"data": [hostile]}))
+    (folder.parent / "results.json").write_text(json.dumps({"metric": "f1", "scores": [{"f1": 0.5}], "best_seed": 0}))
+    (folder.parent / "recipe.yaml").write_text(yaml.safe_dump({"task": "classify", "dev": hostile}))
+    card = write_model_card(folder, overwrite=True).read_text(encoding="utf-8")
+    front, body = card.removeprefix("---\n").split("\n---\n", 1)
+    assert yaml.safe_load(front)["model-index"][0]["name"] == "<b>run<b> [x](y) *z*"
+    tokens = MarkdownIt("commonmark").enable("table").parse(body)
+    inline = [child for token in tokens for child in token.children or ()]
+    assert {token.type for token in tokens + inline} & {"html_block", "html_inline", "link_open", "image"} == set()
+    assert {child.markup for child in inline if child.type in ("em_open", "strong_open")} == {"*"}, "Fill in alone"
+    shown = ["".join(child.content for child in token.children or ()) for token in tokens if token.type == "inline"]
+    assert "<b>run<b> [x](y) *z*" in shown
+    line = hostile.replace("\n", " ").replace("\x1b", "\\x1b")
+    assert f"{line}, plain_label" in shown
+    assert line in shown
 
 
 def test_every_number_of_a_card_and_a_report_is_that_of_the_results(tuned: Path, tmp_path: Path) -> None:

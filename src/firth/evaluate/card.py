@@ -5,6 +5,7 @@ Facts come from the checkpoint and its run folder; sections that need a person (
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import MISSING, dataclass, fields
 from pathlib import Path
@@ -12,6 +13,7 @@ from typing import Any, NamedTuple, get_args
 
 import yaml
 
+from firth.core.console import escape_controls
 from firth.core.errors import UserError
 from firth.core.files import MODEL_CARD_FILE, read_object, read_yaml, write_text
 from firth.core.html import format_cell
@@ -27,6 +29,7 @@ from firth.tokens import Tokenizer, load_tokenizer
 from firth.train import Recipe
 from firth.train.recipe import flatten_mapping
 
+MARKDOWN_SYNTAX = re.compile(r"[\\`*\[\]<>|~&$#@]|:(?=//)|(?<=www)\.|(?<!\w)_|_(?!\w)")  # _ inside of a word is none
 FILL_IN_PLACEHOLDER = "*Fill in.*"
 PIPELINE_TAGS = {  # task names of the Hugging Face hub
     "classify": "text-classification",
@@ -149,10 +152,10 @@ def render_model_card(folder: Path) -> str:
         "Licence": f"{FILL_IN_PLACEHOLDER} Also set `license` at the top of this file.",
         "How to load": loading_section(config, tokenizer),
     }
-    name = f"{run.name}" if folder.name in ("final", "best") else folder.name
+    name = one_line(run.name if folder.name in ("final", "best") else folder.name)
     body = "\n\n".join(f"## {title}\n\n{text}" for title, text in sections.items())
-    metrics = {one.data: one.metrics for one in scores}
-    return f"---\n{front_matter(config, tokenizer, facts, name, metrics)}---\n\n# {name}\n\n{body}\n"
+    metrics = {one_line(one.data): one.metrics for one in scores}
+    return f"---\n{front_matter(config, tokenizer, facts, name, metrics)}---\n\n# {escape_markdown(name)}\n\n{body}\n"
 
 
 @dataclass(frozen=True)
@@ -201,7 +204,7 @@ def front_matter(
         "license": "unknown",
         "library_name": "firth" if own else "transformers",
         **({"pipeline_tag": kind} if kind and (task or isinstance(config.head, LMHead)) else {}),
-        "tags": ["firth", config.family, *([task] if task else [])],
+        "tags": ["firth", config.family, *([one_line(task)] if task else [])],
     }
     if kind and scores:
         results = [
@@ -233,12 +236,14 @@ def model_section(config: ModelConfig, tokenizer: Tokenizer, task_metadata: Mapp
 
 def intended_use_section(config: ModelConfig, task_metadata: Mapping[str, Any]) -> str:
     if "tasks" in task_metadata:
-        names = ", ".join(f"{name} ({t['task']}, prefix {t['prefix']!r})" for name, t in task_metadata["tasks"].items())
-        return f"The model was fine-tuned for several tasks, {names}, on the data below. {FILL_IN_PLACEHOLDER}"
-    if "task" in task_metadata:
-        return (
-            f"The model was fine-tuned for one task, {task_metadata['task']}, on the data below. {FILL_IN_PLACEHOLDER}"
+        names = ", ".join(
+            f"{name} ({t['task']}, prefix {t.get('prefix', '')!r})" for name, t in task_metadata["tasks"].items()
         )
+        shown = escape_markdown(names)
+        return f"The model was fine-tuned for several tasks, {shown}, on the data below. {FILL_IN_PLACEHOLDER}"
+    if "task" in task_metadata:
+        task = escape_markdown(task_metadata["task"])
+        return f"The model was fine-tuned for one task, {task}, on the data below. {FILL_IN_PLACEHOLDER}"
     return f"This {config.architecture} is meant for {INTENDED_USES[config.architecture]}. {FILL_IN_PLACEHOLDER}"
 
 
@@ -373,4 +378,20 @@ def markdown_row(cells: Any) -> str:
     >>> markdown_row(["a|b", 1234])
     '| a\\\\|b | 1,234 |'
     """
-    return "| " + " | ".join(format_cell(value).replace("|", "\\|").replace("\n", " ") for value in cells) + " |"
+    return "| " + " | ".join(escape_markdown(format_cell(value)) for value in cells) + " |"
+
+
+def one_line(text: str) -> str:
+    """Return a text on one line, with its control characters visible."""
+    return " ".join(escape_controls(text).split())
+
+
+def escape_markdown(text: str) -> str:
+    r"""Return a text that Markdown shows as it is: no link, image, HTML or emphasis, and no line or cell ends in it.
+
+    Labels, file names and settings come from a person's data, and hubs render the card.
+
+    >>> print(escape_markdown("[a](http://b) <img> **c** d_e_f"))
+    \[a\](http\://b) \<img\> \*\*c\*\* d_e_f
+    """
+    return MARKDOWN_SYNTAX.sub(r"\\\g<0>", one_line(text))
