@@ -157,6 +157,12 @@ def test_a_cpu_with_little_memory_gets_few_rows(
     assert rows * accumulation == 128
 
 
+def test_two_small_steps_predict_a_large_one(recipe_of: Recipes, shards_of: Callable[[str], ShardSet]) -> None:
+    trial = MemoryTrial(recipe_of("bert", **AUTO), shards_of("bert"), torch.device("cpu"))
+    fixed, per_row = module.fit_line(8, trial.saved_bytes(8), trial.saved_bytes(16))
+    assert fixed + 64 * per_row == pytest.approx(trial.saved_bytes(64), rel=0.1)
+
+
 def test_a_run_records_its_split_and_a_resume_repeats_it(
     recipe_of: Recipes, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:

@@ -10,8 +10,8 @@ micro-batches of a step are added up, so any split of the global batch gives the
     global batch = micro-batch * gradient accumulation * processes
 
 `resolve_batch_size` finds the micro-batch of a new run, the largest power of two of rows that fits. Memory is a line:
-bytes that do not depend on rows, and bytes per row. A GPU's allocator gives both from two small steps. On a CPU a small
-step gives the activations that autograd saves, and 8,192 tokens are the limit: more are hardly faster there.
+bytes that do not depend on rows, and bytes per row. A GPU's allocator gives both from two small steps. On a CPU they
+give the activations that autograd saves, and 8,192 tokens are the limit: more are hardly faster there.
 The split is recorded in recipe.yaml, because sums of another split are rounded differently: a resumed run repeats it.
 Another number of processes, or running out of memory, splits the same rows further.
 """
@@ -47,7 +47,7 @@ from firth.train.step import (
 DEFAULT_BATCH_TOKENS = 4096  # tokens of a step where nobody has chosen
 CPU_MICRO_BATCH_TOKENS = 8192  # tokens: more are hardly faster on CPUs (docs/results.md)
 UNMEASURED_MICRO_BATCH_TOKENS = 4096  # tokens, where small steps cannot be measured: FSDP, a teacher
-GPU_TRIAL_TOKENS, CPU_TRIAL_TOKENS = 2048, 256  # tokens of a small step; a GPU takes a second one of twice as many
+GPU_TRIAL_TOKENS, CPU_TRIAL_TOKENS = 2048, 256  # tokens of the smaller of two traced steps
 GPU_USABLE_SHARE = 0.8  # of the free memory; the rest is for fragments, workspaces and CUDA graphs
 CPU_USABLE_SHARE = 0.5  # of the free memory, which other programs share
 
@@ -153,8 +153,8 @@ def find_row_limit(
     else:
         free, trial_rows = available_memory(device), max(1, CPU_TRIAL_TOKENS // length)
         trial = MemoryTrial(recipe, shards, device)
-        per_row = trial.saved_bytes(trial_rows) / trial_rows
-        fixed = float(estimate_resources(recipe.model, trial.recipe).needed_memory(device))
+        fixed, per_row = fit_line(trial_rows, trial.saved_bytes(trial_rows), trial.saved_bytes(2 * trial_rows))
+        fixed += estimate_resources(recipe.model, trial.recipe).needed_memory(device)
         limit = rows_that_fit(fixed, per_row, CPU_USABLE_SHARE * free) if free else device_rows
         limit = min(limit, CPU_MICRO_BATCH_TOKENS // length)
     del trial
@@ -164,7 +164,7 @@ def find_row_limit(
     needed = format_bytes(round(fixed + per_row * largest_divisor(device_rows, limit)))
     return (
         limit,
-        f"about {needed} of {format_bytes(free)} free memory, from a traced step of {trial_rows * length:,} tokens",
+        f"about {needed} of {format_bytes(free)} free memory, from two traced steps",
     )
 
 
