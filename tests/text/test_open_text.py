@@ -184,3 +184,21 @@ def test_a_file_that_may_not_be_read(tmp_path: Path) -> None:
     path = write(tmp_path / "a.txt", b"x")
     path.chmod(0)
     assert refusal(path) == f"{path}: cannot be read (Permission denied)."
+
+
+@pytest.mark.parametrize("name", ["a.txt", "a.txt.gz"])
+def test_a_file_that_is_cut_while_it_is_read(tmp_path: Path, name: str) -> None:
+    """Its first part is a text of its own: without an error, the rest would be missing silently."""
+    text = b"".join(b"%d\n" % (i * 7919 % 10**6) for i in range(200_000))
+    path = write(tmp_path / name, gzip.compress(text) if name.endswith(".gz") else text)
+    lines = read_lines(path)
+    assert next(lines) == "0\n"
+    os.truncate(path, 2**17 // 8)
+    with pytest.raises(UserError, match=r"cut from [\d,]+ to [\d,]+ bytes while it was read|file is truncated"):
+        list(lines)
+    with open(write(tmp_path / "b.txt", text), "ab") as file:  # a file that grows is read as far as it goes
+        lines = read_lines(tmp_path / "b.txt")
+        next(lines)
+        file.write(b"more\n")
+        file.flush()
+        assert len(list(lines)) >= 199_999

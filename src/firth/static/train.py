@@ -21,7 +21,7 @@ from safetensors.numpy import load_file, save_file
 
 from firth.core.console import StatusLine, format_count, format_duration, format_time_left, say, warn
 from firth.core.errors import Interrupted, UserError
-from firth.core.files import atomic_folder, find_corruption, read_object, write_json
+from firth.core.files import atomic_folder, find_corruption, write_json
 from firth.core.memory import check_memory
 from firth.core.serialization import to_dict
 from firth.models import write_model
@@ -57,6 +57,7 @@ from firth.train.checkpoint import (
 )
 from firth.train.log import RunLog, read_last_losses
 from firth.train.loop import SpeedMeter, handle_stop_signals
+from firth.train.resume import read_results
 
 MAX_TIMING_SECONDS = 4.0  # longest timing of steps for `minutes`
 DIVERGENCE_FACTOR = 3.0  # a loss above this multiple of that of untrained vectors is reported as divergence
@@ -74,9 +75,9 @@ def run_static_recipe(
     start_time = time.monotonic() if start_time is None else start_time
     recipe.check()
     recipe = merge_static_recipe(folder, recipe, resume)
-    if resume and (folder / "results.json").is_file() and find_corruption(folder / "final") is None:
+    if resume and find_corruption(folder / "final") is None and (done := read_results(folder / "results.json")):
         say(f"{folder} is finished already.")
-        return read_object(folder / "results.json")
+        return done
     with explain_disk_errors(folder):
         if isinstance(recipe, NgramRecipe):
             results = train_ngram(folder, recipe)

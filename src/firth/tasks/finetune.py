@@ -89,7 +89,7 @@ from firth.train.folder import DATA_NOTES_FILE
 from firth.train.pretrain import resolve_schedule, time_steps
 from firth.train.recipe import recipe_differences
 from firth.train.resources import ResourceEstimate, check_resources, estimate_resources
-from firth.train.resume import extend_skips, merge_recipe, rewind_checkpoints, truncate_log
+from firth.train.resume import extend_skips, merge_recipe, read_results, rewind_checkpoints, truncate_log
 
 DEFAULT_FINETUNE_EPOCHS = 3.0  # epochs per seed if the recipe sets no length
 MIN_DEFAULT_STEPS = 200  # lower bound of the default length in steps: small data need more epochs
@@ -578,13 +578,18 @@ class SeedResults:
 
 def is_seed_finished(seed_folder: Path) -> bool:
     """Whether a seed has results and an intact model."""
-    return (seed_folder / "results.json").is_file() and find_corruption(seed_folder / "final") is None
+    return (
+        find_corruption(seed_folder / "final") is None
+        and read_results(seed_folder / "results.json", SeedResults) is not None
+    )
 
 
 def has_seed_diverged(seed_folder: Path) -> bool:
     """Whether a seed ended because its loss diverged."""
-    results = seed_folder / "results.json"
-    return results.is_file() and DIVERGED_KEY in read_object(results)
+    try:
+        return DIVERGED_KEY in read_object(seed_folder / "results.json")
+    except UserError:
+        return False
 
 
 def clear_diverged_seeds(seed_folders: Iterable[Path]) -> None:

@@ -17,7 +17,7 @@ import stat
 import sys
 import zlib
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from itertools import chain
 from pathlib import Path
 from typing import IO, Any, NoReturn, cast
@@ -136,13 +136,14 @@ def open_decompressed(
         check_not_special(path, name)
         with (
             open(path, "rb") as raw,
-            (read_progress or ReadProgress()).track_file(os.fstat(raw.fileno()).st_size, raw.tell),
+            (read_progress or ReadProgress()).track_file(size := os.fstat(raw.fileno()).st_size, raw.tell),
+            DECOMPRESSORS[extension](raw, "rb") if extension in DECOMPRESSORS else nullcontext(raw) as file,
         ):
-            if extension not in DECOMPRESSORS:
-                yield raw
-                return
-            with DECOMPRESSORS[extension](raw, "rb") as file:
-                yield cast(IO[bytes], file)
+            yield cast(IO[bytes], file)
+            if (now := os.fstat(raw.fileno()).st_size) < size:
+                raise UserError(
+                    f"{name}: cut from {size:,} to {now:,} bytes while it was read. Restore it, then try again."
+                )
     except FileNotFoundError:
         raise UserError(f"{name}: no such file.") from None
     except READ_ERRORS as e:

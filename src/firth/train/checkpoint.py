@@ -254,6 +254,8 @@ def load_best(run_dir: Path, model: Model, step: int) -> bool:
 def remove_best(run_dir: Path, before: int = 0, keep_steps: Container[int] = ()) -> None:
     """Remove best weights before a step, except those that a checkpoint refers to; 0 removes all."""
     for folder in run_dir.glob("best-*"):
+        if not folder.name.removeprefix("best-").isdecimal():
+            continue
         step = int(folder.name.removeprefix("best-"))
         if not before or (step < before and step not in keep_steps):
             remove_folder(folder)

@@ -10,11 +10,12 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, NamedTuple
 
-from firth.core.console import warn
+from firth.core.console import format_count, warn
 from firth.core.files import open_in_place, replace_nonfinite, write_text
 
 # keys of every step
 STEP_KEYS = ("step", "loss", "learning_rate", "tokens", "words_seen", "passes", "grad_norm", "data", "skipped")
+NUMBER_KEYS = ("learning_rate", "tokens", "words_seen", "passes", "grad_norm")
 
 
 class TextProgress(NamedTuple):
@@ -32,7 +33,10 @@ class RunLog:
 
     def __init__(self, path: Path, step: int) -> None:
         if path.exists():
-            kept_lines = [line for line in read_log(path) if line["step"] <= step]
+            lines, num_damaged = parse_log(path)
+            if num_damaged:
+                warn(f"{path}: {format_count(num_damaged, 'damaged line is', 'damaged lines are')} removed.")
+            kept_lines = [line for line in lines if line["step"] <= step]
             write_text(path, "".join(json.dumps(line) + "\n" for line in kept_lines))
         self.file = open_in_place(path, append=True, buffering=0)
         self.path, self.pending = path, b""
@@ -100,11 +104,29 @@ def token_loss_name(names: Container[str], prefix: str = "eval_") -> str:
 
 
 def read_log(path: Path) -> list[dict[str, Any]]:
-    """Read the lines of a log; skip a last line that a crash truncated."""
-    lines = []
-    for line in path.read_text(encoding="utf-8").split("\n"):
+    """Read the lines of a log; skip damaged ones and a last line that a crash truncated."""
+    return parse_log(path)[0]
+
+
+def parse_log(path: Path) -> tuple[list[dict[str, Any]], int]:
+    """Return the whole lines of a log and the number of damaged ones, without a last line that a crash truncated."""
+    lines, num_damaged = [], 0
+    *ended, last = path.read_bytes().split(b"\n")
+    for text in (*ended, last):
         try:
-            lines.append(json.loads(line))
-        except json.JSONDecodeError:
-            continue
-    return [line for line in lines if isinstance(line, dict) and "step" in line]
+            line = json.loads(text.decode())
+        except (ValueError, RecursionError):
+            line = None
+        if is_log_line(line):
+            lines.append(line)
+        elif text.strip() and text is not last:
+            num_damaged += 1
+    return lines, num_damaged
+
+
+def is_log_line(line: Any) -> bool:
+    """Whether a line has a step, and numbers for all losses and counts. A loss that was not finite is None."""
+    if not isinstance(line, dict) or type(line.get("step")) is not int:
+        return False
+    numbers = (value for name, value in line.items() if name in NUMBER_KEYS or name.endswith("loss"))
+    return all(value is None or isinstance(value, int | float) for value in numbers)

@@ -20,10 +20,10 @@ import json
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 from zlib import crc32
 
-from firth.core.console import format_count, say
+from firth.core.console import format_count, say, warn
 from firth.core.errors import UserError
 from firth.core.files import MANIFEST_FILE, find_corruption, read_object
 from firth.tokens import MixedShards, ShardSet
@@ -65,12 +65,19 @@ class FinishedRun:
 
 def is_run_finished(folder: Path, recipe: Recipe) -> bool:
     """Whether a run has reached its last step. A finished run with a higher `max_steps` continues."""
-    results = folder / "results.json"
-    return (
-        results.is_file()
-        and find_corruption(folder / "final") is None
-        and read_object(results, FinishedRun)["steps"] >= recipe.max_steps
-    )
+    if find_corruption(folder / "final") is not None:
+        return False
+    results = read_results(folder / "results.json", FinishedRun)
+    return results is not None and results["steps"] >= recipe.max_steps
+
+
+def read_results(file: Path, schema: type | None = None) -> dict[str, Any] | None:
+    """Return the results of a finished run; None without them or, with a warning, where they are damaged."""
+    try:
+        return read_object(file, schema) if file.is_file() else None
+    except UserError as e:
+        warn(f"{e} The results are computed again from the last checkpoint.")
+        return None
 
 
 def merge_recipe(
