@@ -88,7 +88,7 @@ def test_what_a_killed_writer_left_in_a_partial_folder_is_removed(tmp_path: Path
     partial, folder = tmp_path / ".s.part", tmp_path / "s"
     (partial / "train").mkdir(parents=True)
     (partial / name).write_text("half")
-    with files.atomic_folder(folder, partial) as inside:
+    with files.atomic_folder(folder, partial_folder=partial) as inside:
         (inside / "a").write_text("1")
     assert files.find_corruption(folder) is None
     assert not (folder / name).exists()
