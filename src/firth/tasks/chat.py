@@ -18,6 +18,7 @@ from firth.tokens import Tokenizer
 
 CHAT_TEMPLATE_KEY = "chat_template"  # in tokenizer_config.json
 ASSISTANT_ROLE = "assistant"
+MAX_DATE_FORMAT_CHARS = 100
 CHAT_ROLES = ("system", "user", ASSISTANT_ROLE)
 MESSAGE_TEMPLATE = "{{ '<|' + message['role'] + '|> ' + message['content'] }}"  # in the template that Firth adds
 ChatMessages = Sequence[tuple[str, str]]  # (role, text) of each message
@@ -76,15 +77,13 @@ class ChatTemplate:
 
     def render(self, messages: ChatMessages, add_generation_prompt: bool = False, example_id: Any = "") -> str:
         """Return the text; `add_generation_prompt` appends the tokens that begin an answer."""
-        import jinja2
-
         chat = [{"role": role, "content": content} for role, content in messages]
         variables = {"messages": chat, "add_generation_prompt": add_generation_prompt, "tools": None, "documents": None}
         try:
             return str(self.template.render(**variables, **self.special_tokens))
-        except (jinja2.TemplateError, TypeError) as e:
+        except Exception as e:  # a template may raise any: ZeroDivisionError, KeyError, RecursionError, MemoryError
             raise UserError(
-                f"Example {shorten(example_id)}: this checkpoint's chat template refuses the messages ({reason(e)})."
+                f"Example {shorten(example_id)}: this checkpoint's chat template refuses the messages ({describe(e)})."
             ) from None
 
     def validate_messages(self, messages: ChatMessages, example_id: Any) -> None:
@@ -149,23 +148,13 @@ def template_uses_date(tokenizer: Tokenizer) -> bool:
 
 
 def compile_chat_template(source: str, day: str = "") -> Any:
-    """Compile a template in a Jinja sandbox with the filters and functions that `transformers` provides."""
+    """Compile a template in a sandbox with limits, with the filters and functions that `transformers` provides."""
     try:
-        from jinja2 import TemplateError, nodes
-        from jinja2.ext import Extension, loopcontrols
-        from jinja2.sandbox import ImmutableSandboxedEnvironment
+        from jinja2 import TemplateError
+
+        from firth.tasks.chat_sandbox import LimitedTemplate
     except ImportError:
         raise UserError("Chat templates are written in Jinja: install it (pip install jinja2).") from None
-
-    class Generation(Extension):
-        """Render the body of {% generation %}; `transformers` uses the tag to mark answers."""
-
-        tags = {"generation"}  # noqa: RUF012, Jinja reads it from the class
-
-        def parse(self, parser: Any) -> Any:
-            line = next(parser.stream).lineno
-            body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
-            return nodes.Scope(body, lineno=line)
 
     def refuse(message: str) -> None:
         raise TemplateError(message)
@@ -174,12 +163,14 @@ def compile_chat_template(source: str, day: str = "") -> Any:
         return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, **more)
 
     def now(form: str) -> str:
-        return (datetime.fromisoformat(day) if day else datetime.now()).strftime(form)
+        return (datetime.fromisoformat(day) if day else datetime.now()).strftime(form[:MAX_DATE_FORMAT_CHARS])
 
-    env = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=[Generation, loopcontrols])
-    env.filters["tojson"] = to_json
-    env.globals |= {"raise_exception": refuse, "strftime_now": now}
     try:
-        return env.from_string(source)
-    except TemplateError as e:
-        raise UserError(f"The chat template of this checkpoint cannot be read: {reason(e)}.") from None
+        return LimitedTemplate(source, {"tojson": to_json}, {"raise_exception": refuse, "strftime_now": now})
+    except Exception as e:  # a syntax error, or a RecursionError, a MemoryError, a SyntaxError of the compiled code
+        raise UserError(f"The chat template of this checkpoint cannot be read: {describe(e)}.") from None
+
+
+def describe(error: Exception) -> str:
+    """Return an exception of a template as words; many have no message."""
+    return reason(error) or type(error).__name__
