@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import random
 import resource
 import signal
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -43,6 +45,22 @@ def document(rng: random.Random) -> str:
         for _ in range(rng.randint(2, 5))
     )
     return " ".join(sentence[0].upper() + sentence[1:] for sentence in sentences)
+
+
+def pytest_collection_finish() -> None:
+    """Save what thousands of small runs would repeat: a tenth of the CPU time of all tests.
+
+    Without a GPU, `torch.manual_seed` formats the stack three times, for devices that never start. Modules and tests
+    live as long as the process: the garbage collector need not look at them again. What a test writes must outlive
+    the test, not a power failure.
+    """
+    torch = sys.modules.get("torch")
+    if torch is not None and not torch.cuda.is_available():
+        torch.manual_seed = torch.default_generator.manual_seed
+    gc.collect()
+    gc.freeze()
+    gc.set_threshold(20_000, 20, 20)
+    os.fsync = lambda fd: None
 
 
 @pytest.fixture(scope="session")
