@@ -51,7 +51,7 @@ def pretraining(text: Path, folder: Path, model: str = "bert-tiny") -> list[obje
 
 def when(condition: Callable[[], bool], process: subprocess.Popen[str]) -> None:
     """Wait until something is the case while the process still works."""
-    end = time.monotonic() + 120
+    end = time.monotonic() + 300
     while not condition():
         if process.poll() is not None:
             raise AssertionError(f"ended before its time: {process.stderr.read() if process.stderr else ''}")
@@ -129,7 +129,7 @@ def stop_when(
     process = start(*words)
     when(condition, process)
     process.send_signal(number)
-    _, said = process.communicate(timeout=60)
+    _, said = process.communicate(timeout=300)
     assert process.returncode == 128 + number
     assert "--resume" in said
     assert "Traceback" not in said
@@ -145,7 +145,7 @@ def test_ctrl_c_before_there_is_anything_to_save(corpus_file: Path, tmp_path: Pa
     process = start(*pretraining(corpus_file, folder))
     when(there(folder, ".tokenizer.tmp"), process)
     process.send_signal(signal.SIGINT)
-    _, said = process.communicate(timeout=60)
+    _, said = process.communicate(timeout=300)
     assert process.returncode == 130
     assert "Traceback" not in said
 

@@ -21,7 +21,7 @@ from firth.text.corpus import Corpus
 from firth.text.filters import replace_lone_surrogates
 
 EXAMPLES = 300  # for each of eight tests
-quick = settings(max_examples=EXAMPLES, deadline=5000, suppress_health_check=list(HealthCheck), database=None)
+quick = settings(max_examples=EXAMPLES, deadline=60_000, suppress_health_check=list(HealthCheck), database=None)
 
 PACKERS: dict[str, Callable[[bytes], bytes]] = {
     ".gz": lambda data: gzip.compress(data, 1),

@@ -23,7 +23,7 @@ class Kernel:
         self.go, self.error, self.ready = Event(), error, 0
 
     def warmup(self, *kinds: Any, grid: tuple[int, ...], **made_for: Any) -> Kernel:
-        self.go.wait(20)
+        self.go.wait(300)
         self.told.append((kinds, made_for))
         if self.error:
             raise self.error
