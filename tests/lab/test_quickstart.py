@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -60,7 +61,11 @@ def test_three_architectures_side_by_side() -> None:
     assert load_model("quickstart/decoder/pretraining/final").config.architecture == "decoder"
 
 
-def test_a_second_run_gets_a_folder_of_its_own_and_resume_repeats_nothing(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_second_run_gets_a_folder_of_its_own_and_resume_repeats_nothing(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run, found = lab.ArchitectureRun.run, list[dict[str, Any]]()
+    monkeypatch.setattr(lab.ArchitectureRun, "run", lambda *given: found.append(run(*given)) or found[-1])
     first = lab.quickstart(minutes=0.02)
     said = capsys.readouterr().err
     for words in ("Plan: four steps", "Step 2 of 4: fine-tuning the same model", "(8 runs)", "counted embeddings add"):
@@ -82,7 +87,9 @@ def test_a_second_run_gets_a_folder_of_its_own_and_resume_repeats_nothing(capsys
     again = lab.quickstart("quickstart", minutes=0.02, resume=True)
     assert again["table"] == first["table"]
     assert weights.stat().st_mtime_ns == written
+    monkeypatch.setattr(lab.ArchitectureRun, "run", lambda *given: found[0])  # only its folder is looked at
     assert lab.quickstart(minutes=0.02)["output_dir"] == "quickstart-2"
+    monkeypatch.setattr(lab.ArchitectureRun, "run", run)
     with pytest.raises(UserError, match="exists already"):
         lab.quickstart("quickstart", minutes=0.02)
     lab.quickstart("quickstart", minutes=0.02, overwrite=True)

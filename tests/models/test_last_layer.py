@@ -84,7 +84,7 @@ def test_loss_and_gradients_are_equal(name: str, packed: bool) -> None:
     ], rtol=1e-4, atol=1e-4)  # fmt: skip
 
 
-@pytest.mark.parametrize("name", ["bert", "modernbert"])
+@pytest.mark.parametrize("name", ["bert", pytest.param("modernbert", marks=pytest.mark.slow)])
 def test_one_layer_and_compiled(name: str) -> None:
     torch._dynamo.reset()
     model, batch = model_of(name, num_layers=1, dropout=0.0, attention_dropout=0.0).train(), masked(True)

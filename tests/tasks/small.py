@@ -27,6 +27,7 @@ FAMILIES = {
 ANIMALS = ["cat", "dog", "horse", "fox"]
 PLACES = ["river", "garden", "harbour", "forest"]
 WORDS = ["a", "big", "small", "red", "blue", "lives", "near", "the", "is", "not", "and", *ANIMALS, *PLACES, "@", "#"]
+LEARNED, ENOUGH = 0.02, 3
 CPU = ComputeConfig(torch.device("cpu"), False, False)
 TOKENIZERS: dict[tuple[str, bool], Tokenizer] = {}
 
@@ -53,15 +54,22 @@ def model_for(task: Task, config: ModelConfig) -> Model:
 
 
 def learn(task: Task, config: ModelConfig, items: list[Any], steps: int, rate: float = 3e-3, size: int = 32) -> Model:
-    """A small training loop: each step takes the next items."""
+    """A small training loop: each step takes the next items. It ends at `steps`, or when the items are known by heart.
+
+    They are when ENOUGH batches in a row have a loss below LEARNED.
+    """
     model = model_for(task, config).train()
     model.tokenizer = task.tokenizer
-    optimizer = torch.optim.AdamW(model.parameters(), rate)
+    optimizer, known = torch.optim.AdamW(model.parameters(), rate), 0
     for step in range(steps):
         some = [items[i % len(items)] for i in range(step * size, (step + 1) * size)]
         batch = task.collate(some)
         losses, counts = model.losses(batch.to(CPU.device)), batch.loss_counts
         optimizer.zero_grad()
-        sum(value / counts[name] for name, value in losses.items()).backward()  # type: ignore[union-attr]
+        loss = sum((value / counts[name] for name, value in losses.items()), torch.zeros(()))  # type: ignore[union-attr]
+        loss.backward()
         optimizer.step()
+        known = known + 1 if loss < LEARNED else 0
+        if known == ENOUGH:
+            break
     return model

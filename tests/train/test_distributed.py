@@ -105,8 +105,6 @@ def two(shards_of: Make, tmp_path_factory: pytest.TempPathFactory) -> Runs:
         stopped = dict(parallel=way, dropout=0.2, **HALF, **MUCH)
         jobs.append(runs.job(f"{way} stopped", {"harm": {"kind": "stop", "step": 3}}, **stopped))
         jobs.append(runs.job(f"{way} stopped", {"resume": True}, **stopped))
-        jobs.append(runs.job(f"{way} for four", {"harm": {"kind": "stop", "step": 4}}, parallel=way, **HALF))
-        jobs.append(runs.job(f"{way} for one", {"harm": {"kind": "stop", "step": 4}}, parallel=way, **HALF))
         jobs.append(runs.job(f"{way} nan", NAN, parallel=way, max_bad_steps=2, **HALF))
     jobs.append(runs.job("halved", MEMORY, parallel="ddp", per_device_train_batch_size=4))
     jobs.append(runs.job("muon", parallel="ddp", optim="muon", **HALF))
@@ -122,6 +120,9 @@ def two(shards_of: Make, tmp_path_factory: pytest.TempPathFactory) -> Runs:
 @pytest.fixture(scope="module")
 def four(two: Runs) -> Runs:
     """The same for four, which also resume runs of two."""
+    stopped = [(way, size) for way in ("ddp", "fsdp") for size in ("four", "one")]
+    stop = {"harm": {"kind": "stop", "step": 4}}
+    processes.run(2, [two.job(f"{way} for {size}", stop, parallel=way, **HALF) for way, size in stopped], two.place)
     jobs = [two.job(f"{way} by four", parallel=way, per_device_train_batch_size=2, **MUCH) for way in ("ddp", "fsdp")]
     jobs += [two.job(f"{way} for four", parallel=way, **HALF) for way in ("ddp", "fsdp")]
     processes.run(4, jobs, two.place, TORCHELASTIC_RESTART_COUNT="1")

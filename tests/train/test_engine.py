@@ -93,7 +93,11 @@ def stop_at(step: int) -> Callable[[int, Model], None]:
     return hook
 
 
-@pytest.mark.parametrize("way", WAYS)
+# The other ways cover these.
+SLOW_WAYS = ("muon", "average", "batch ramp", "length ramp", "bf16 weights", "products in 8 bits, bf16 weights")
+
+
+@pytest.mark.parametrize("way", [pytest.param(way, marks=pytest.mark.slow if way in SLOW_WAYS else ()) for way in WAYS])
 def test_a_resumed_run_equals_an_uninterrupted_one(
     way: str, recipe_of: Recipes, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -208,7 +212,7 @@ FAMILIES = (
 )
 
 
-FAST_FAMILIES = ("bert-tiny", "modernbert-tiny", "gpt2-tiny", "t5-tiny")
+FAST_FAMILIES = ("bert-tiny", "t5-tiny")
 
 
 @pytest.mark.parametrize(
@@ -339,14 +343,14 @@ def test_minutes_account_for_the_shorter_steps_of_a_ramp(recipe_of: Recipes, mon
         return 0.1 * rows, 0.0
 
     monkeypatch.setattr(pretraining, "time_steps", trial)
-    recipe = recipe_of(max_steps=0, minutes=0.5, batch_ramp=0.5, batch_doublings=2, save_steps=1000, eval_steps=1000)
+    recipe = recipe_of(max_steps=0, minutes=50, batch_ramp=0.5, batch_doublings=2, save_steps=1000, eval_steps=1000)
     monkeypatch.setattr(pretraining, "fit", lambda *a, **k: (_ for _ in ()).throw(Stop))
     with pytest.raises(Stop):
         pretrain(recipe)
     assert timed == [(1, 32), (2, 32), (4, 32)]
     steps = load_recipe(Path(recipe.output_dir) / "recipe.yaml", Recipe).max_steps
     seconds = 0.25 * 0.1 + 0.25 * 0.2 + 0.5 * 0.4
-    assert 0.9 * 30 / seconds < steps <= 30 / seconds
+    assert 0.9 * 3000 / seconds < steps <= 3000 / seconds
 
 
 def test_epochs_account_for_the_smaller_batches_of_a_ramp(recipe_of: Recipes, shards_of: Make) -> None:
@@ -372,7 +376,7 @@ def test_compilation_overlaps_the_ppmi_initialization(
     made = []
 
     def slowly(*given: Any) -> np.ndarray:
-        assert rehearsed.wait(20), "nobody goes on without them"
+        assert rehearsed.wait(300), "nobody goes on without them"
         made.append(first(*given))
         return made[-1]
 

@@ -7,6 +7,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from dataclasses import replace
+from threading import Event
 from typing import Any
 
 import numpy as np
@@ -19,6 +20,7 @@ from firth.models import Model, block, get_preset, make_model, regional_compile
 from firth.models.kernels.activation import ACTIVATIONS
 from firth.objectives import Batch
 from firth.train import ComputeConfig, TrainingConfig, TrainingRun, choose_compute, compute
+from firth.train.compute import preload_compiler
 from firth.train.optim import make_optimizer
 from firth.train.recipe import EngineConfig
 from firth.train.step import build_step_runner, compute_gradients, recompute_in_backward, train_step
@@ -81,7 +83,7 @@ def three_steps(layers: int, family: str, machine: ComputeConfig, fp8: bool = Fa
 
 
 FAMILIES = ["bert", "gpt2", "llama", "modernbert", "deberta", "albert", "t5", "bart"]
-FAST_FAMILIES = ("bert", "gpt2")
+FAST_FAMILIES = ("bert",)
 WAYS = [
     pytest.param(family, fp8, marks=() if family in FAST_FAMILIES and not fp8 else pytest.mark.slow)
     for family, fp8 in [(family, False) for family in FAMILIES] + [("bert", True), ("llama", True), ("t5", True)]
@@ -235,7 +237,23 @@ def test_a_short_gpu_run_compiles_regions(monkeypatch: pytest.MonkeyPatch) -> No
     assert parts(minutes=3, engine=EngineConfig(weights="bf16"), gradient_accumulation_steps=2), "it has none"
 
 
-@pytest.mark.parametrize("compiles", [pytest.param(False, marks=pytest.mark.slow), True])
+@pytest.mark.parametrize("compiles", [False, True])
+def test_the_compiler_is_imported_while_the_block_runs(compiles: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    imported, begun = list[str](), Event()
+
+    def import_slowly(name: str) -> None:
+        assert begun.wait(300), "the block does not wait for it"
+        imported.append(name)
+
+    monkeypatch.setattr(compute, "import_module", import_slowly)
+    with preload_compiler(replace(CPU, compile=compiles)):
+        assert not imported
+        begun.set()
+    assert imported == ["torch._inductor.compile_fx"] * compiles
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("compiles", [False, True])
 def test_the_compiler_is_imported_in_the_background(compiles: bool) -> None:
     """In a process of its own, since other tests of this one have compiled."""
     code = f"""

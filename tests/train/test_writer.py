@@ -66,7 +66,7 @@ def test_async_checkpoint_equals_the_synchronous_one(
 
     def save_after_next_step(run: Path, payload: CheckpointPayload, state: TrainState, *rest: Any) -> Path:
         if state.step < 8:
-            assert next_step[state.step + 1].wait(timeout=60), "no step ran while the checkpoint was pending"
+            assert next_step[state.step + 1].wait(timeout=300), "no step ran while the checkpoint was pending"
         return save_checkpoint(run, payload, state, *rest)
 
     monkeypatch.setattr(writers, "save_checkpoint", save_after_next_step)
@@ -119,11 +119,18 @@ def test_other_errors_of_the_writing_thread_end_the_run(
 # --- a disk that is full
 
 
+@pytest.fixture(scope="module")
+def straight(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of an undisturbed run; the first test makes the run."""
+    return tmp_path_factory.mktemp("straight") / "run"
+
+
 @pytest.mark.parametrize("beside", [True, False])
 @pytest.mark.parametrize("size", [150_000, 50_000, 1000])  # the optimizer, the weights, or config.json is refused
 def test_a_full_disk_skips_a_checkpoint_but_not_the_run(
     size: int,
     beside: bool,
+    straight: Path,
     quota: Callable[[int | None], None],
     settled: Callable[[], None],
     recipe_of: Recipes,
@@ -131,8 +138,8 @@ def test_a_full_disk_skips_a_checkpoint_but_not_the_run(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    straight = recipe_of("gpt2", output_dir=str(tmp_path / "straight"), max_steps=8, save_steps=2)
-    pretrain(straight)
+    if not straight.exists():
+        pretrain(recipe_of("gpt2", output_dir=str(straight), max_steps=8, save_steps=2))
     between: list[list[str]] = []
 
     def hook(step: int, model: Model) -> None:
@@ -152,7 +159,7 @@ def test_a_full_disk_skips_a_checkpoint_but_not_the_run(
     said = capsys.readouterr().err
     assert "checkpoint-2 is still intact. Training continues" in said or "log.jsonl cannot be written" in said
     for name in ("log.jsonl", "final/model.safetensors"):
-        assert (tmp_path / "run" / name).read_bytes() == (tmp_path / "straight" / name).read_bytes()
+        assert (tmp_path / "run" / name).read_bytes() == (straight / name).read_bytes()
 
 
 def test_a_disk_that_stays_full_ends_the_run_cleanly(

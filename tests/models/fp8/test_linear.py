@@ -69,8 +69,11 @@ def found_with(y: Tensor, leaves: Sequence[Tensor]) -> list[Tensor]:
 
 
 @pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("compiled", [False, True])
-@pytest.mark.parametrize("activation", KERNEL_ACTIVATIONS)
+@pytest.mark.parametrize(
+    ("activation", "compiled"),
+    [*((name, False) for name in KERNEL_ACTIVATIONS), ("gelu", True)]
+    + [pytest.param(name, True, marks=pytest.mark.slow) for name in KERNEL_ACTIVATIONS if name != "gelu"],
+)
 @pytest.mark.parametrize(("gated", "bias"), [(False, True), (False, False), (True, False)])
 def test_fused_mlp_equals_two_linear_layers(
     gated: bool, bias: bool, activation: str, compiled: bool, device: str

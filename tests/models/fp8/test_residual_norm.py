@@ -97,9 +97,11 @@ def some_maps(name: str, device: str) -> tuple[list[nn.Module], Callable[..., Te
 
 
 @pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("compiled", [False, True])
-@pytest.mark.parametrize("rate", [0.0, 0.3])
-@pytest.mark.parametrize("times", [1, 2])
+@pytest.mark.parametrize(
+    ("times", "rate", "compiled"),
+    [(1, 0.0, False), (1, 0.3, False), (2, 0.0, False), (2, 0.3, False), (2, 0.3, True)]
+    + [pytest.param(times, rate, True, marks=pytest.mark.slow) for times, rate in ((1, 0.0), (1, 0.3), (2, 0.0))],
+)
 @pytest.mark.parametrize("name", MAPS)
 def test_fused_epilogue(name: str, times: int, rate: float, compiled: bool, device: str) -> None:
     """Outputs and all gradients equal those of linear layer, dropout, residual addition and norm in sequence."""
