@@ -31,7 +31,7 @@ from tempfile import TemporaryDirectory
 from typing import Any, NamedTuple
 
 import torch
-from train_speed import OURS, SETTINGS, WORKLOADS, Workload, make_sides, timed
+from train_speed import DEFAULT_SETTINGS, OURS, WORKLOADS, Workload, make_sides, timed
 
 from firth.core.console import say, show_table
 from firth.models import get_preset
@@ -156,9 +156,11 @@ def workload_of(model: str, recipe: Recipe | None) -> Workload:
 def reference(model: str, recipe_file: str, ready: Path) -> None:
     """Compile the step, write `ready`, wait for the number of steps, and print the tokens/s of each turn."""
     recipe = load_recipe(Path(recipe_file), Recipe) if recipe_file else None
-    machine = choose_compute(SETTINGS)
-    side = make_sides(model, workload_of(model, recipe), machine, machine, SETTINGS, alone=True, packed=False)[OURS]
-    turn = STEPS_PER_TURN if machine.device.type == "cuda" else 1
+    compute = choose_compute(DEFAULT_SETTINGS)
+    side = make_sides(model, workload_of(model, recipe), compute, compute, DEFAULT_SETTINGS, alone=True, packed=False)[
+        OURS
+    ]
+    turn = STEPS_PER_TURN if compute.device.type == "cuda" else 1
     timed(side.step, [side.batch(i) for i in range(turn)])
     ready.touch()
     steps = int(sys.stdin.readline())
@@ -254,7 +256,7 @@ def main(words: Sequence[str] | None = None) -> None:
     if options.reference:
         reference(options.reference, options.recipe, options.ready)
         return
-    start, machine = time.monotonic(), choose_compute(SETTINGS)
+    start, compute = time.monotonic(), choose_compute(DEFAULT_SETTINGS)
     with TemporaryDirectory(dir=".") as place:
         found = measure(options, Path(place).absolute())
     rows = [
@@ -269,9 +271,9 @@ def main(words: Sequence[str] | None = None) -> None:
         for r in found
     ]
     columns = ["model", "run", "tokens/s", "train_speed.py", "tokens/s", f"ratio ({WANTED_RATIO} wanted)"]
-    show_table(f"A default run beside the step alone, on {machine}, {time.monotonic() - start:.0f} s", columns, rows)
+    show_table(f"A default run beside the step alone, on {compute}, {time.monotonic() - start:.0f} s", columns, rows)
     if options.json:
-        facts = {"machine": str(machine), "torch": torch.__version__, "seconds": time.monotonic() - start}
+        facts = {"machine": str(compute), "torch": torch.__version__, "seconds": time.monotonic() - start}
         print(json.dumps(facts | {"wanted": WANTED_RATIO, "models": found}))
 
 
