@@ -70,6 +70,11 @@ def test_a_run_resumes_beside_damaged_files(recipe_of: Recipes, capsys: pytest.C
     assert (run / "log.jsonl").read_bytes().splitlines() == log
     assert again["loss"] == results["loss"]
     (run / "results.json").write_bytes(b"\xff")  # of a finished run
+    (run / "final" / "manifest.json").write_text("[]")
+    assert pretrain(recipe, resume=True)["loss"] == results["loss"]
+    assert "cannot be read: the folder is now final.damaged-1, and is written again" in capsys.readouterr().err
+    assert (run / "final" / "model.safetensors").read_bytes() == weights
+    (run / "results.json").write_bytes(b"\xff")
     assert pretrain(recipe, resume=True)["loss"] == results["loss"]
     assert "The results are computed again" in capsys.readouterr().err
     assert read_json(run / "results.json")["steps"] == 4

@@ -6,8 +6,10 @@ import fcntl
 import shutil
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from itertools import count
 from pathlib import Path
 
+from firth.core.console import warn
 from firth.core.errors import UserError
 from firth.core.files import (
     MANIFEST_FILE,
@@ -15,6 +17,7 @@ from firth.core.files import (
     check_writable,
     iter_foreign_files,
     open_in_place,
+    read_manifest,
     remove_path,
 )
 from firth.train.checkpoint import remove_folder
@@ -88,12 +91,31 @@ def run_folder(
             clear_run_folder(path)
         for leftover in filter(is_leftover, list(path.iterdir())):
             remove_path(leftover)
+        if resume:
+            set_aside_damaged(path)
         try:
             yield path
         except BaseException:
             if new and {p.name for p in path.iterdir()} <= {LOCK_FILE, CLOCK_FILE, "source.json"}:
                 shutil.rmtree(path, ignore_errors=True)
             raise
+
+
+def set_aside_damaged(path: Path) -> None:
+    """Rename models, tokenizers and shards of a run whose manifest cannot be read: the run writes them again.
+
+    They may hold files of a user, so they are not removed. Checkpoints stay: resume reports and skips damaged ones.
+    """
+    manifests = [*path.glob(f"*/{MANIFEST_FILE}"), *path.glob(f"*/*/{MANIFEST_FILE}")]
+    for folder in (manifest.parent for manifest in manifests):
+        if not has_output_name(folder) or folder.match("checkpoint-*") or folder.is_symlink():
+            continue
+        try:
+            read_manifest(folder)
+        except UserError:
+            free = next(n for n in count(1) if not folder.with_name(f"{folder.name}.damaged-{n}").exists())
+            kept = folder.rename(folder.with_name(f"{folder.name}.damaged-{free}"))
+            warn(f"{folder / MANIFEST_FILE} cannot be read: the folder is now {kept.name}, and is written again.")
 
 
 @contextmanager
