@@ -1152,7 +1152,10 @@ def read_finetuned_task(checkpoint: str | Path) -> str:
     if not Path(checkpoint).is_dir():
         raise UserError(f"{checkpoint} is not a checkpoint folder: there is no such folder.")
     if not file.is_file():
-        raise UserError(f"{checkpoint} was not fine-tuned: name a task with --task (see --help).")
+        raise UserError(
+            f"{checkpoint} was not fine-tuned, so it predicts no labels. Fine-tune it first "
+            f"(firth finetune {checkpoint} ...), or name a task that needs no labels: --task perplexity."
+        )
     facts = read_task_file(Path(checkpoint))
     if "tasks" in facts:
         raise UserError(

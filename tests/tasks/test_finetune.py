@@ -830,6 +830,7 @@ def test_failed_seeds_are_counted(capsys: pytest.CaptureFixture[str]) -> None:
         "2 of 4 seeds did not beat chance (accuracy 50.0%); the mean of the others is 85.0%" in capsys.readouterr().err
     )
     assert exclude_failed_seeds([0.5], 0.5, "accuracy")["mean_without_failed"] is None
+    assert "1 of 1 seeds did not beat chance (accuracy 50.0%): give more steps" in capsys.readouterr().err
     assert exclude_failed_seeds([0.6], 0.5, "accuracy")["failed"] == []
 
 

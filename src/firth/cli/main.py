@@ -590,6 +590,8 @@ def export(json: bool, **options: Any) -> None:
     if result.get("max_difference", 0.0) > MAX_LOGIT_DIFFERENCE:
         say(f"The logits differ by more than {MAX_LOGIT_DIFFERENCE}: transformers computes another model.")
         raise typer.Exit(1)
+    if "max_difference" in result and not json:
+        say(f"The logits of both differ by {result['max_difference']:.1g} at most, which is rounding.")
 
 
 @command(opt.JsonOptions)

@@ -110,7 +110,7 @@ def print_result(result: Mapping[str, Any], as_json: bool, title: str) -> None:
         if isinstance(value, dict) and any(isinstance(part, list) for part in value.values()):
             rows += [(f"{name}: {key}", format_value(part)) for key, part in value.items()]
         else:
-            rows.append((name, *format_with_deviation(name, [value], None)))
+            rows.append((name, format_with_deviation(name, [value], None)[0]))
     show_table(title, ["", ""], rows)
 
 

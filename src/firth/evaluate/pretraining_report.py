@@ -225,7 +225,9 @@ def summarize_loss(recipe: Recipe, results: Mapping[str, Any]) -> str:
     entropy = comparable_unigram_entropy(recipe, results)
     if entropy is None:
         return f"{'held-out' if is_held_out else 'training'} loss {loss:.2f} nats per token"
-    return compare_loss(loss, entropy) + ("" if is_held_out else " on the training text (no text is held out)")
+    where = "" if is_held_out else " on the training text (no text is held out)"
+    remedy = "" if loss <= entropy - EQUAL_NATS else ": train for longer (--minutes, --max-steps)"
+    return f"{compare_loss(loss, entropy)}{where}{remedy}"
 
 
 def describe_loss(recipe: Recipe, results: Mapping[str, Any]) -> Iterator[str]:

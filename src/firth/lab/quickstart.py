@@ -311,7 +311,7 @@ class ArchitectureRun:
             model = make_model(with_vocabulary(self.setup.model, shards.tokenizer.vocab))
             model.tokenizer = shards.tokenizer
             if arm == "counted":
-                say("counting which tokens occur together, to initialise the embeddings (PPMI)")
+                say("counting which tokens occur together, to initialize the embeddings (PPMI)")
                 warm_start_embeddings(model, shards.train, self.seed)
             with atomic_folder(checkpoint) as temporary:
                 write_model(model, temporary)

@@ -141,7 +141,10 @@ def summarize_seeds(
     if math.isnan(mean):
         warn(f"{metric} is not a number in some seed.")
     if len(runs) > 1:
-        say(f"seed-{best} has the best {metric} on dev, so its model is final/. The mean is the fairer number.")
+        say(
+            f"seed-{best} has the best {metric} on dev, so its model is final/. Report the mean: the best of several "
+            "seeds is too optimistic."
+        )
     results = {
         "output_dir": str(folder),
         "task": recipe.task,
@@ -212,7 +215,11 @@ def exclude_failed_seeds(
     good = [v for i, v in enumerate(values) if i not in bad]
     mean, std = mean_and_std(good) if good else (None, None)
     if bad:
-        learned = f"; the mean of the others is {format_metric(metric, mean)}" if good else ""
+        learned = (
+            f"; the mean of the others is {format_metric(metric, mean)}"
+            if good
+            else ": give more steps (--num-train-epochs, --max-steps), more examples or another --learning-rate"
+        )
         by_chance = f"{metric} {format_metric(metric, chance)}"
         warn(f"{len(bad)} of {len(values)} seeds did not beat chance ({by_chance}){learned}.")
     return {"chance": chance, "failed": bad, "mean_without_failed": mean, "std_without_failed": std}

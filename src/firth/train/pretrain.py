@@ -193,7 +193,7 @@ def run_pretraining(
     losses, vectors = make_distillation_loss_fn(teacher, model, recipe), None
     if recipe.warm_start == "ppmi" and dist_context.is_main_process and not (resume and last_checkpoint(folder)):
         assert isinstance(shards, ShardSet), "Recipe.check refuses a warm start with a mix"
-        say("counting token co-occurrences to initialize the embeddings")
+        say("counting which tokens occur together, to initialize the embeddings (PPMI)")
         if compute.compile and dist_context is SINGLE_PROCESS:
             vectors = start_in_thread(partial(ppmi_embeddings, model.config, shards.train, recipe.seed))
         else:

@@ -308,7 +308,8 @@ def read_config(folder: str | Path) -> ModelConfig:
     if not (folder / "config.json").is_file():
         inside = next((p for p in (folder / "final", *sorted(folder.glob("*/final"))) if p.is_dir()), None)
         hint = f" Did you mean {inside}?" if inside else ""
-        raise UserError(f"{folder} is not a checkpoint: it has no config.json.{hint}")
+        reason = "it has no config.json" if folder.is_dir() else "there is no such folder"
+        raise UserError(f"{folder} is not a checkpoint: {reason}.{hint}")
     config = from_hf_config(read_json(folder / "config.json"), str(folder / "config.json"))
     check_config_sizes(config, folder)
     layout = FAMILY_LAYOUTS.get(config.family)
