@@ -543,3 +543,13 @@ def test_one_document_says_that_nothing_is_held_out(
     assert "Nothing is held out: the text has 1 document" in " ".join(capsys.readouterr().err.split())
     prepare(documents(["alone"]), tokenizer, tmp_path / "b", held_out_share=0)
     assert not capsys.readouterr().err
+
+
+def test_a_manifest_with_wrong_facts_is_refused_in_one_line(tokenizer: Tokenizer, tmp_path: Path) -> None:
+    prepare(documents(["a b c.", "d e f."]), tokenizer, tmp_path / "s")
+    file = tmp_path / "s" / "manifest.json"
+    whole = json.loads(file.read_text())
+    for facts in (None, [], {}, {**whole["metadata"], "held_out": 3}, {**whole["metadata"], "unigram_entropy": "x"}):
+        file.write_text(json.dumps({**whole, "metadata": facts}))
+        with pytest.raises(UserError, match=r"manifest\.json"):
+            open_shards(tmp_path / "s")

@@ -44,6 +44,7 @@ from firth.core.files import (
     format_bytes,
     read_json,
     read_manifest,
+    read_object,
     write_json,
     write_npy,
 )
@@ -218,6 +219,38 @@ class ShardSet:
         return float(self.manifest["unigram_entropy"])
 
 
+@dataclass(frozen=True)
+class PartFacts:
+    """The counts of a part that are read again."""
+
+    allow_unknown_keys = True
+
+    documents: int
+    words: int | None = None
+    sentences: int | None = None
+
+
+@dataclass(frozen=True)
+class ShardsFacts:
+    """The facts of `prepare` that are read again."""
+
+    allow_unknown_keys = True
+
+    train: PartFacts
+    held_out: PartFacts
+    unigram_entropy: float
+    tokenizer_kind: str
+
+
+@dataclass(frozen=True)
+class ShardsManifest:
+    """The manifest.json of a shards folder; `read_manifest` checks its list of files."""
+
+    allow_unknown_keys = True
+
+    metadata: ShardsFacts
+
+
 def is_shards_folder(folder: str | Path) -> bool:
     """Whether `prepare` wrote this folder."""
     manifest = Path(folder) / MANIFEST_FILE
@@ -237,7 +270,7 @@ def open_shards(folder: str | Path) -> ShardSet:
             f"{folder} is damaged: {problem}. Restore it from a copy, or repeat the command that made it with "
             "--resume: it prepares the text again."
         )
-    facts = read_manifest(folder)["metadata"]
+    facts = read_object(folder / MANIFEST_FILE, ShardsManifest)["metadata"]
     return ShardSet(
         folder=folder,
         train=Shards(folder / "train"),
