@@ -1,17 +1,16 @@
-"""How much of the machine a default `firth pretrain` uses: its tokens/s beside those of `benchmarks/train_speed.py`.
+"""Compare the tokens/s of a default `firth pretrain` with those of the training step alone (`train_speed.py`).
 
     python benchmarks/default_run.py [--models bert-base gpt2 ...] [--shards DIR ...] [--minutes M] [--same-shape]
 
-The run is what a person types: `firth pretrain MODEL --data SHARDS --output-dir RUN`, in a process of its own, with the
-batch, the optimizer and the compilation that it chooses. Its log gives its speed, after the first steps; then it is
-killed. `--max-steps` is large, so that the run does not end; `--minutes M` times one that is planned to M minutes. The
-other side is the step of `train_speed.py` alone: its own rows, AdamW, random tokens, no loop around it. `--same-shape`
-gives it the rows, the row length and the vocabulary of the run. Ratios are those of one machine within minutes; 0.85 is
-wanted.
+The run is what a user types: `firth pretrain MODEL --data SHARDS --output-dir RUN`, in a process of its own, with the
+batch, the optimizer and the compilation that it chooses. Its speed is read from its log, after the first steps; then it
+is killed. `--max-steps` is large, so that the run does not end; `--minutes M` times a run that is planned for M
+minutes. The reference is the step of `train_speed.py`: its own batch shape, AdamW, random tokens, no training loop.
+`--same-shape` gives it the batch size, row length and vocabulary of the run. The target ratio is 0.85.
 
-All models compile at the same time, which takes most of it. A run is stopped (SIGSTOP) once it has taken some steps,
-and goes on alone while it is timed; the other side waits for its turn too. Without `--shards` the built-in corpus
-becomes shards, one set for each kind of tokenizer.
+All models compile at the same time, which takes most of the time. A run is paused (SIGSTOP) after its first steps, and
+resumes alone while it is timed; the references are timed one by one too. Without `--shards` the built-in corpus is
+tokenized, once for each kind of tokenizer.
 """
 
 from __future__ import annotations
@@ -41,18 +40,18 @@ from firth.tokens import open_shards, prepare, train_tokenizer
 from firth.train import Recipe, choose_compute, load_recipe
 
 MODELS = ("bert-base", "modernbert-base", "gpt2", "t5.1.1-base", "bart-base")
-WORKLOAD_NAMES = {"bert-base": "bert-base-128"}  # where it is not that of the model
-MANY_STEPS = 10**6  # more than will be taken
-READY_STEPS = 10  # of a run, after which it waits for its turn
-SETTLE_SECONDS = 1.5  # of a run that goes on, before it is timed
+WORKLOAD_NAMES = {"bert-base": "bert-base-128"}  # workloads of train_speed.py with another name
+UNREACHED_STEPS = 10**6  # steps: the run is killed before
+READY_STEPS = 10  # steps of a run before it is paused
+SETTLE_SECONDS = 1.5  # between resuming a run and timing it
 POLL_SECONDS = 0.01
 START_TIMEOUT_SECONDS = 540
-WANTED_RATIO = 0.85
+TARGET_RATIO = 0.85
 STEPS_PER_TURN = 10
 
 
-class Waiting(NamedTuple):
-    """A process that has compiled its step and waits for its turn, or is on the way there."""
+class PausedProcess(NamedTuple):
+    """A process that compiles its step and then waits to be timed."""
 
     model: str
     process: subprocess.Popen[str]
@@ -63,29 +62,31 @@ class Waiting(NamedTuple):
 # --- the run
 
 
-def start_process(words: Sequence[object], folder: Path) -> subprocess.Popen[str]:
-    """Start a command of Python; what it says goes to FOLDER.txt, its results come through a pipe."""
+def start_process(command: Sequence[object], folder: Path) -> subprocess.Popen[str]:
+    """Start Python with these arguments; stderr goes to FOLDER.txt, stdout to a pipe."""
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(p for p in sys.path if p)}
-    with open(f"{folder}.txt", "w", encoding="utf-8") as said:
+    with open(f"{folder}.txt", "w", encoding="utf-8") as stderr_file:
         return subprocess.Popen(
-            [sys.executable, *map(str, words)],
+            [sys.executable, *map(str, command)],
             env=environment,
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
-            stderr=said,
+            stderr=stderr_file,
             text=True,
         )
 
 
-def start_run(model: str, shards: Path, place: Path, minutes: float) -> Waiting:
-    folder = place / f"run-{model}"
-    length = ["--minutes", minutes] if minutes else ["--max-steps", MANY_STEPS]
-    words = ["-m", "firth", "pretrain", model, "--data", shards, "--output-dir", folder, *length]
-    return Waiting(model, start_process(words, folder), folder, lambda: last_line(folder).get("step", 0) >= READY_STEPS)
+def start_run(model: str, shards: Path, workspace: Path, minutes: float) -> PausedProcess:
+    folder = workspace / f"run-{model}"
+    length = ["--minutes", minutes] if minutes else ["--max-steps", UNREACHED_STEPS]
+    command = ["-m", "firth", "pretrain", model, "--data", shards, "--output-dir", folder, *length]
+    return PausedProcess(
+        model, start_process(command, folder), folder, lambda: last_line(folder).get("step", 0) >= READY_STEPS
+    )
 
 
 def last_line(run: Path) -> dict[str, Any]:
-    """The last whole line of a step in the log of a run; empty before the first."""
+    """Return the last complete training line of a run's log; empty before the first."""
     try:
         with open(run / "log.jsonl", "rb") as file:
             file.seek(max(0, file.seek(0, os.SEEK_END) - 4096))
@@ -97,7 +98,7 @@ def last_line(run: Path) -> dict[str, Any]:
 
 
 def tokens_per_second(run: Path, seconds: float) -> float:
-    """The speed of a run, between two lines of its log that are at least so many seconds apart."""
+    """Return the speed of a run between two lines of its log at least `seconds` apart."""
 
     def next_line(tokens: int) -> tuple[float, int]:
         while (line := last_line(run)).get("tokens", 0) <= tokens:
@@ -112,7 +113,7 @@ def tokens_per_second(run: Path, seconds: float) -> float:
     return (tokens - first) / (now - start)
 
 
-def time_run(run: Waiting, seconds: float) -> float:
+def time_run(run: PausedProcess, seconds: float) -> float:
     run.process.send_signal(signal.SIGCONT)
     speed = tokens_per_second(run.folder, seconds)
     stop(run.process)
@@ -124,8 +125,8 @@ def stop(process: subprocess.Popen[str]) -> None:
     process.communicate()
 
 
-def wait_for_all(processes: Sequence[Waiting], stops: bool) -> None:
-    """Wait until all have compiled; each is stopped there, so that the GPU is free for those that are timed."""
+def wait_for_all(processes: Sequence[PausedProcess], stops: bool) -> None:
+    """Wait until all have compiled; with `stops`, pause each one then, so that the GPU is free for timing."""
     pending, start = list(processes), time.monotonic()
     while pending:
         for one in [p for p in pending if p.is_ready()]:
@@ -135,16 +136,16 @@ def wait_for_all(processes: Sequence[Waiting], stops: bool) -> None:
             pending.remove(one)
         for one in pending:
             if one.process.poll() is not None or time.monotonic() - start > START_TIMEOUT_SECONDS:
-                said = Path(f"{one.folder}.txt").read_text(encoding="utf-8")[-2000:]
-                raise SystemExit(f"{one.model} took no step: {said}")
+                stderr = Path(f"{one.folder}.txt").read_text(encoding="utf-8")[-2000:]
+                raise SystemExit(f"{one.model} ended or timed out before it was ready: {stderr}")
         time.sleep(POLL_SECONDS)
 
 
 # --- the step alone
 
 
-def workload_of(model: str, recipe: Recipe | None) -> Workload:
-    """That of train_speed.py; with a recipe, or where it has none, the batch of the run."""
+def reference_workload(model: str, recipe: Recipe | None) -> Workload:
+    """Return the workload of train_speed.py, or with a recipe the batch of the run."""
     named = WORKLOADS.get(WORKLOAD_NAMES.get(model, model))
     if named is not None and recipe is None:
         return named
@@ -154,76 +155,75 @@ def workload_of(model: str, recipe: Recipe | None) -> Workload:
 
 
 def reference(model: str, recipe_file: str, ready: Path) -> None:
-    """Compile the step, write `ready`, wait for the number of steps, and print the tokens/s of each turn."""
+    """Compile the step, create `ready`, read the number of steps from stdin, and print the tokens/s of each turn."""
     recipe = load_recipe(Path(recipe_file), Recipe) if recipe_file else None
     compute = choose_compute(DEFAULT_SETTINGS)
-    side = make_sides(model, workload_of(model, recipe), compute, compute, DEFAULT_SETTINGS, alone=True, packed=False)[
-        OURS
-    ]
-    turn = STEPS_PER_TURN if compute.device.type == "cuda" else 1
-    timed(side.step, [side.batch(i) for i in range(turn)])
+    workload = reference_workload(model, recipe)
+    side = make_sides(model, workload, compute, compute, DEFAULT_SETTINGS, alone=True, packed=False)[OURS]
+    steps_per_turn = STEPS_PER_TURN if compute.device.type == "cuda" else 1
+    timed(side.step, [side.batch(i) for i in range(steps_per_turn)])
     ready.touch()
     steps = int(sys.stdin.readline())
-    turns = []
-    for first in range(turn, turn + steps, turn):
-        seconds, tokens = timed(side.step, [side.batch(i) for i in range(first, first + turn)])
-        turns.append(tokens / seconds)
-    print(json.dumps(turns), flush=True)
+    speeds = []
+    for first in range(steps_per_turn, steps_per_turn + steps, steps_per_turn):
+        seconds, tokens = timed(side.step, [side.batch(i) for i in range(first, first + steps_per_turn)])
+        speeds.append(tokens / seconds)
+    print(json.dumps(speeds), flush=True)
 
 
-def start_reference(model: str, place: Path, recipe_file: str) -> Waiting:
-    folder = place / f"reference-{model}"
+def start_reference(model: str, workspace: Path, recipe_file: str) -> PausedProcess:
+    folder = workspace / f"reference-{model}"
     ready = Path(f"{folder}.ready")
-    words = [__file__, "--reference", model, "--recipe", recipe_file, "--ready", ready]
-    return Waiting(model, start_process(words, folder), folder, ready.exists)
+    command = [__file__, "--reference", model, "--recipe", recipe_file, "--ready", ready]
+    return PausedProcess(model, start_process(command, folder), folder, ready.exists)
 
 
-def time_reference(one: Waiting, steps: int) -> float:
+def time_reference(one: PausedProcess, steps: int) -> float:
     out, _ = one.process.communicate(f"{steps}\n")
     return statistics.median(json.loads(out.splitlines()[-1]))
 
 
-# --- all of it
+# --- both
 
 
-def make_shards(models: Sequence[str], given: Sequence[str], place: Path) -> dict[str, Path]:
-    """Shards by the kind of their tokenizer: those that are given, and the built-in corpus for the others."""
+def make_shards(models: Sequence[str], given: Sequence[str], workspace: Path) -> dict[str, Path]:
+    """Return shards by kind of tokenizer: the given ones, and the built-in corpus for other kinds."""
     shards = {open_shards(Path(folder)).tokenizer.kind: Path(folder) for folder in given}
-    for kind in dict.fromkeys(map(kind_of, models)):
+    for kind in dict.fromkeys(map(tokenizer_kind_of, models)):
         if kind not in shards:
-            say(f"making shards of the built-in corpus, {kind}")
+            say(f"tokenizing the built-in corpus, {kind}")
             corpus = Corpus(["pydocs"])
             tokenizer = train_tokenizer((d.text for d in islice(corpus, 0, None, 8)), kind, 8192)
-            prepare(islice(corpus, 0, None, 3), tokenizer, place / f"shards-{kind}")
-            shards[kind] = place / f"shards-{kind}"
+            prepare(islice(corpus, 0, None, 3), tokenizer, workspace / f"shards-{kind}")
+            shards[kind] = workspace / f"shards-{kind}"
     return shards
 
 
-def kind_of(model: str) -> str:
+def tokenizer_kind_of(model: str) -> str:
     recipe = pretraining_recipe(get_preset(model))
     return tokenizer_kind(recipe.model, recipe.objective)
 
 
-def measure(options: argparse.Namespace, place: Path) -> list[dict[str, Any]]:
-    shards = make_shards(options.models, options.shards, place)
-    runs = [start_run(model, shards[kind_of(model)], place, options.minutes) for model in options.models]
-    others: list[Waiting] = []
+def measure(args: argparse.Namespace, workspace: Path) -> list[dict[str, Any]]:
+    shards = make_shards(args.models, args.shards, workspace)
+    runs = [start_run(model, shards[tokenizer_kind_of(model)], workspace, args.minutes) for model in args.models]
+    others: list[PausedProcess] = []
     try:
         wait_for_all(runs, stops=True)
-        speeds = {run.model: time_run(run, options.seconds) for run in runs}
+        speeds = {run.model: time_run(run, args.seconds) for run in runs}
         recipes = {run.model: run.folder / "recipe.yaml" for run in runs}
-        others = [start_reference(m, place, str(recipes[m]) if options.same_shape else "") for m in options.models]
+        others = [start_reference(m, workspace, str(recipes[m]) if args.same_shape else "") for m in args.models]
         wait_for_all(others, stops=False)
-        alone = {one.model: time_reference(one, options.steps) for one in others}
+        alone = {one.model: time_reference(one, args.steps) for one in others}
     finally:
         for one in (*runs, *others):
             if one.process.poll() is None:
                 stop(one.process)
-    return [result(m, load_recipe(recipes[m], Recipe), speeds[m], alone[m], options.same_shape) for m in options.models]
+    return [result(m, load_recipe(recipes[m], Recipe), speeds[m], alone[m], args.same_shape) for m in args.models]
 
 
 def result(model: str, recipe: Recipe, speed: float, alone: float, same_shape: bool) -> dict[str, Any]:
-    other = workload_of(model, recipe if same_shape else None)
+    other = reference_workload(model, recipe if same_shape else None)
     return {
         "model": model,
         "rows": recipe.per_device_train_batch_size,
@@ -238,27 +238,32 @@ def result(model: str, recipe: Recipe, speed: float, alone: float, same_shape: b
     }
 
 
-def main(words: Sequence[str] | None = None) -> None:
+def main(argv: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--models", nargs="+", default=list(MODELS), help="presets; default: the five")
+    parser.add_argument("--models", nargs="+", default=list(MODELS), help=f"presets ({' '.join(MODELS)})")
     parser.add_argument(
-        "--shards", nargs="*", default=[], help="shards, one for each kind of tokenizer; others are made"
+        "--shards",
+        nargs="*",
+        default=[],
+        help="shards, one folder per kind of tokenizer (made from the built-in corpus)",
     )
-    parser.add_argument("--minutes", type=float, default=0.0, help="time a run that is planned to so many minutes")
-    parser.add_argument("--seconds", type=float, default=6.0, help="how long a run is timed")
-    parser.add_argument("--steps", type=int, default=40, help="timed steps of train_speed.py")
-    parser.add_argument("--same-shape", action="store_true", help="train_speed.py with the rows of the run")
-    parser.add_argument("--json", action="store_true", help="one JSON object on the last line")
+    parser.add_argument(
+        "--minutes", type=float, default=0.0, help="time a run planned for this many minutes (0: by --max-steps)"
+    )
+    parser.add_argument("--seconds", type=float, default=6.0, help="time each run for this long (6)")
+    parser.add_argument("--steps", type=int, default=40, help="timed steps of the reference (40)")
+    parser.add_argument("--same-shape", action="store_true", help="give the reference the batch shape of the run")
+    parser.add_argument("--json", action="store_true", help="print one JSON object on the last line")
     parser.add_argument("--reference", default="", help=argparse.SUPPRESS)
     parser.add_argument("--recipe", default="", help=argparse.SUPPRESS)
     parser.add_argument("--ready", type=Path, help=argparse.SUPPRESS)
-    options = parser.parse_args(words)
-    if options.reference:
-        reference(options.reference, options.recipe, options.ready)
+    args = parser.parse_args(argv)
+    if args.reference:
+        reference(args.reference, args.recipe, args.ready)
         return
     start, compute = time.monotonic(), choose_compute(DEFAULT_SETTINGS)
-    with TemporaryDirectory(dir=".") as place:
-        found = measure(options, Path(place).absolute())
+    with TemporaryDirectory(dir=".") as workspace:
+        found = measure(args, Path(workspace).absolute())
     rows = [
         (
             r["model"],
@@ -270,11 +275,11 @@ def main(words: Sequence[str] | None = None) -> None:
         )
         for r in found
     ]
-    columns = ["model", "run", "tokens/s", "train_speed.py", "tokens/s", f"ratio ({WANTED_RATIO} wanted)"]
+    columns = ["model", "run", "tokens/s", "train_speed.py", "tokens/s", f"ratio (target: {TARGET_RATIO})"]
     show_table(f"A default run beside the step alone, on {compute}, {time.monotonic() - start:.0f} s", columns, rows)
-    if options.json:
+    if args.json:
         facts = {"machine": str(compute), "torch": torch.__version__, "seconds": time.monotonic() - start}
-        print(json.dumps(facts | {"wanted": WANTED_RATIO, "models": found}))
+        print(json.dumps(facts | {"target_ratio": TARGET_RATIO, "models": found}))
 
 
 if __name__ == "__main__":

@@ -2,7 +2,7 @@
 
 A BERT with a random head classifies sentences and tags words. The pipeline runs at each batch size of --batch-sizes, on
 a GPU also in bfloat16, which is what Firth computes in there; ratios are to its fastest setting. Loading is not timed.
-The sides take turns, and the ratio is the median over the turns. The share of equal answers is reported.
+The sides alternate, and the ratio is the median over the repeats. The share of equal answers is reported.
 
     python benchmarks/predict_speed.py --classify SST2 --tag CONLL [--model bert-base] [--limit 1000]
 """
@@ -65,7 +65,7 @@ def seconds(function: Callable[[], Any], device: str) -> float:
     return time.perf_counter() - start
 
 
-def theirs(task: str, folder: Path, device: str, dtype: torch.dtype) -> Any:
+def make_pipeline(task: str, folder: Path, device: str, dtype: torch.dtype) -> Any:
     options: dict[str, Any] = {"top_k": None} if task == "classify" else {"aggregation_strategy": "first"}
     return pipeline(PIPELINES[task], model=str(folder), device=device, dtype=dtype, **options)
 
@@ -83,13 +83,13 @@ def agreement(task: str, ours: Sequence[Any], others: Sequence[Any]) -> float:
     return sum(same) / len(same)
 
 
-def measure(task: str, texts: Sequence[str], folder: Path, batch_sizes: Sequence[int], turns: int) -> list[Result]:
+def measure(task: str, texts: Sequence[str], folder: Path, batch_sizes: Sequence[int], repeats: int) -> list[Result]:
     device = "cuda" if torch.cuda.is_available() else "cpu"
     predictor = Predictor(folder, batch_size=BATCH_SIZE)
     dtypes = [torch.float32, torch.bfloat16] if device == "cuda" else [torch.float32]
     sides: dict[str, Callable[[], Any]] = {"firth": lambda: predictor.predict(texts)}
     for dtype in dtypes:
-        other = theirs(task, folder, device, dtype)
+        other = make_pipeline(task, folder, device, dtype)
         for size in batch_sizes:
             name = f"transformers, batch {size}{', bf16' if dtype == torch.bfloat16 else ''}"
             sides[name] = lambda other=other, size=size: other(list(texts), batch_size=size)  # type: ignore[misc]
@@ -97,7 +97,7 @@ def measure(task: str, texts: Sequence[str], folder: Path, batch_sizes: Sequence
     share = agreement(task, sides["firth"](), sides[reference]())
     say(f"{task}: {100 * share:.1f}% of the {len(texts)} answers are equal to those of {reference}")
     times: dict[str, list[float]] = {name: [] for name in sides}
-    for _ in range(turns):
+    for _ in range(repeats):
         for name, run in sides.items():
             times[name].append(seconds(run, device))
     return [
@@ -111,16 +111,16 @@ def measure(task: str, texts: Sequence[str], folder: Path, batch_sizes: Sequence
     ]
 
 
-def main(arguments: Sequence[str] | None = None) -> None:
+def main(argv: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--classify", required=True, help="labelled file for classify: text, label")
     parser.add_argument("--tag", required=True, help="labelled file for tag: tokens, tags")
-    parser.add_argument("--model", default="bert-base")
-    parser.add_argument("--limit", type=int, default=1000, help="texts of each task")
-    parser.add_argument("--batch-sizes", default="1,8,32,128", help="of the pipeline, with commas")
-    parser.add_argument("--turns", type=int, default=3)
-    parser.add_argument("--json", action="store_true")
-    options = parser.parse_args(arguments)
+    parser.add_argument("--model", default="bert-base", help="preset of the model (bert-base)")
+    parser.add_argument("--limit", type=int, default=1000, help="read at most N texts of each task (1000)")
+    parser.add_argument("--batch-sizes", default="1,8,32,128", help="batch sizes of the pipeline (1,8,32,128)")
+    parser.add_argument("--repeats", type=int, default=3, help="runs of each side (3)")
+    parser.add_argument("--json", action="store_true", help="print JSON")
+    options = parser.parse_args(argv)
     sizes = [int(size) for size in options.batch_sizes.split(",")]
     machine = torch.cuda.get_device_name() if torch.cuda.is_available() else f"{torch.get_num_threads()} CPU threads"
     say(f"firth {__version__}, transformers {transformers.__version__}, torch {torch.__version__}, {machine}")
@@ -133,7 +133,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         labels = sorted({tag for e in examples for tag in (e.target if task == "tag" else [e.target])})
         with tempfile.TemporaryDirectory() as folder:
             checkpoint = make_checkpoint(task, texts, labels, options.model, Path(folder) / "final")
-            results += measure(task, texts, checkpoint, sizes, options.turns)
+            results += measure(task, texts, checkpoint, sizes, options.repeats)
     if options.json:
         print(json.dumps([result._asdict() for result in results]))
         return
