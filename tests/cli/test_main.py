@@ -12,7 +12,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, is_dataclass
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
@@ -473,6 +473,18 @@ def test_options_come_from_fields() -> None:
     ):
         with pytest.raises(UserError, match=re.escape(message)):
             found[name].convert(text)
+
+
+def test_every_setting_of_an_option_is_read() -> None:
+    """A misspelt key such as `minimum` would be ignored, and --rewind -1 accepted."""
+    known = {"help", "metavar", "argument", "parse", "parse_all", "bounds", "flag", "topic", "required", "common"}
+    types = [kind for name, kind in vars(options).items() if name.endswith("Options") and is_dataclass(kind)]
+    for kind in types:
+        for one in fields(kind):
+            assert one.metadata.keys() <= known, f"{kind.__name__}.{one.name}"
+    (rewind,) = (o for o in options.list_options(options.ResumeOptions) if o.name == "rewind")
+    with pytest.raises(UserError, match="--rewind: -1 is out of bounds, it must be at least 0"):
+        rewind.convert("-1")
 
 
 def test_no_command_and_the_list_of_commands(firth: Firth) -> None:
