@@ -70,10 +70,10 @@ def test_it_opens_with_the_same_numbers_and_is_saved_again(name: str, tmp_path: 
     assert not any(info.values()), "nothing is missing, and nothing is left over"
     wanted = ours(**given, output_hidden_states=True)
     assert torch.equal(theirs(**given)[0], wanted.logits if kind else wanted.hidden_states[-1])
-    body = transformers.AutoModel.from_pretrained(tmp_path / "first")
-    assert torch.equal(body(**given).last_hidden_state, wanted.hidden_states[-1])
+    backbone = transformers.AutoModel.from_pretrained(tmp_path / "first")
+    assert torch.equal(backbone(**given).last_hidden_state, wanted.hidden_states[-1])
 
-    for i, model in enumerate((theirs, body)):
+    for i, model in enumerate((theirs, backbone)):
         model.save_pretrained(tmp_path / f"again-{i}")
         again = load_model(tmp_path / f"again-{i}")
         assert again.config == config

@@ -42,11 +42,11 @@ ORDER: list[set[str]] = [
     {"cli"},
     {"__main__"},
 ]
-FLOOR = {room: floor for floor, rooms in enumerate(ORDER) for room in rooms}
+LEVEL = {package: level for level, packages in enumerate(ORDER) for package in packages}
 
 
-def room(name: str) -> str:
-    """The room that a file belongs to: 'text/corpus.py' -> 'text', 'hf.py' -> 'hf'."""
+def package_of(name: str) -> str:
+    """The package that a file belongs to: 'text/corpus.py' -> 'text', 'hf.py' -> 'hf'."""
     return name.split("/")[0].removesuffix(".py")
 
 
@@ -65,32 +65,32 @@ def imported_modules(source: str, name: str) -> Iterator[str]:
                 yield module
 
 
-def imported_rooms(source: str, name: str) -> set[str]:
-    """The rooms of Firth that a file imports from. A name of the package itself belongs to its '__init__'."""
+def imported_packages(source: str, name: str) -> set[str]:
+    """The packages of Firth that a file imports from. A name of `firth` itself belongs to its '__init__'."""
     modules = (module.split(".") for module in imported_modules(source, name))
     parts = {(module[1] if len(module) > 1 else "__init__") for module in modules if module[0] == "firth"}
-    return {part if part in FLOOR or is_room(part) else "__init__" for part in parts}
+    return {part if part in LEVEL or is_package(part) else "__init__" for part in parts}
 
 
-def is_room(part: str) -> bool:
+def is_package(part: str) -> bool:
     return (SOURCE / part).is_dir() or (SOURCE / f"{part}.py").is_file()
 
 
 def wrong_arrows(source: str, name: str) -> list[str]:
     """The imports of a file that go against the order."""
-    here = room(name)
+    here = package_of(name)
     wrong = []
-    for there in sorted(imported_rooms(source, name) - {here}):
-        if there not in FLOOR or here not in FLOOR:
+    for there in sorted(imported_packages(source, name) - {here}):
+        if there not in LEVEL or here not in LEVEL:
             wrong.append(f"{name}: {here} -> {there} has no place in the order")
-        elif FLOOR[there] >= FLOOR[here]:
+        elif LEVEL[there] >= LEVEL[here]:
             wrong.append(f"{name}: {here} must not import {there}")
     return wrong
 
 
 @pytest.mark.parametrize("name", NAMES)
 def test_arrows_point_up(name: str) -> None:
-    assert room(name) in FLOOR, f"{name} has no place in the order"
+    assert package_of(name) in LEVEL, f"{name} has no place in the order"
     assert wrong_arrows((SOURCE / name).read_text(encoding="utf-8"), name) == []
 
 

@@ -1,4 +1,4 @@
-"""word2vec, GloVe and n-grams by the verbs: the same text, folders and results as for all other models."""
+"""word2vec, GloVe and n-grams by the commands: the same text, folders and results as for all other models."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def ngrams(corpus_file: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def said(*arguments: object) -> Any:
-    """What a verb prints with --json."""
+    """What a command prints with --json."""
     result = CliRunner().invoke(app, [*map(str, arguments), "--json"], catch_exceptions=False)
     assert result.exit_code == 0
     return json.loads(result.stdout.splitlines()[-1])
@@ -129,7 +129,7 @@ def test_what_an_ngram_model_cannot_do(ask: Callable[[Path, Path, Path], object]
         ask(ngrams / "final", file, tmp_path / "out")
 
 
-def test_glove_by_the_same_verb(corpus_file: Path, tmp_path: Path) -> None:
+def test_glove_by_the_same_command(corpus_file: Path, tmp_path: Path) -> None:
     found = said(
         *("pretrain", "glove", "--data", corpus_file, "--output-dir", tmp_path / "run", "--lowercase"),
         *("vector_size=8", "epochs=2", "min_count=1", "workers=1"),

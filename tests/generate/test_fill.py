@@ -18,14 +18,14 @@ def test_an_encoders_guesses_are_its_probabilities(untrained: Any) -> None:
     tokenizer, vocab = model.tokenizer, model.tokenizer.vocab
     the, slept = tokenizer.encode("The"), tokenizer.encode("slept by the")
     ids = [vocab.cls, *the, vocab.mask, *slept, vocab.mask, *tokenizer.encode("."), vocab.sep]
-    places = [i for i, token in enumerate(ids) if token == vocab.mask]
+    mask_positions = [i for i, token in enumerate(ids) if token == vocab.mask]
     found = fill(model, "The [MASK] slept by the [MASK].", top=3)
     assert len(found) == 2
     p = model(torch.tensor([ids])).logits[0].softmax(-1).detach()
-    for place, blank in zip(places, found, strict=True):
-        words = [i for i in p[place].argsort(descending=True).tolist() if i not in vocab.special_ids]
+    for position, blank in zip(mask_positions, found, strict=True):
+        words = [i for i in p[position].argsort(descending=True).tolist() if i not in vocab.special_ids]
         assert [g.text for g in blank.guesses] == [tokenizer.decode([i]) for i in words[:3]]
-        assert [g.probability for g in blank.guesses] == pytest.approx(p[place, words[:3]].tolist(), rel=1e-4)
+        assert [g.probability for g in blank.guesses] == pytest.approx(p[position, words[:3]].tolist(), rel=1e-4)
 
 
 @pytest.mark.parametrize("blank", ["[MASK]", "<mask>", "___", "________"])

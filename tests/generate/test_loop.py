@@ -96,7 +96,7 @@ SMALL: dict[str, ModelConfig] = {
     "shaw": any_decoder(Shaw(3)),
     "shaw with one head of keys": any_decoder(Shaw(3), num_kv_heads=1),
     "sinusoid": any_decoder(SinusoidalPosition(64)),
-    "no places": any_decoder(NoPosition()),
+    "no positions": any_decoder(NoPosition()),
     "windows": any_decoder(Rotary(local_theta=100.0), window=SlidingWindow(4, 2)),
     "windows and buckets": any_decoder(T5Bias(8, 10), window=SlidingWindow(4, 2)),
     "windows and shaw": any_decoder(Shaw(3), window=SlidingWindow(4, 2)),
@@ -107,7 +107,7 @@ SMALL: dict[str, ModelConfig] = {
     "t5.1.1": t5_v1_1(2, 32, 2, 48, 400),
     "t5 with one stack": t5(2, 32, 2, 48, 400, share_stacks=True),
     "bart": bart(2, 32, 2, 400, num_decoder_layers=3),
-    "an encoder-decoder with rotary places": bart(2, 32, 2, 400, position=Rotary()),
+    "an encoder-decoder with rotary positions": bart(2, 32, 2, 400, position=Rotary()),
 }
 
 
@@ -141,12 +141,12 @@ def test_who_remembers(untrained: Any, capsys: pytest.CaptureFixture[str]) -> No
 
 
 def test_a_remembered_row_is_read_once(untrained: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    model, places = without_end(untrained("t5")), []
+    model, widths = without_end(untrained("t5")), []
     embed, encode, encoded = model.embed.forward, model.encode, []
-    monkeypatch.setattr(model.embed, "forward", lambda t, *a, **k: places.append(t.shape[1]) or embed(t, *a, **k))
+    monkeypatch.setattr(model.embed, "forward", lambda t, *a, **k: widths.append(t.shape[1]) or embed(t, *a, **k))
     monkeypatch.setattr(model, "encode", lambda batch: encoded.append(batch.input_ids.shape) or encode(batch))
     generate_ids(model, SOME, 4)
-    assert places == [1, 5, 1, 1, 1]  # the start, the prompts, three more tokens
+    assert widths == [1, 5, 1, 1, 1]  # the start, the prompts, three more tokens
     assert encoded == [(2, 5)]
 
 
@@ -188,7 +188,7 @@ def test_a_long_prompt_loses_its_beginning(
 )
 @pytest.mark.parametrize("cache", [True, False])
 def test_a_long_row_does_not_disturb_a_short_one(decoding: GenerationConfig, cache: bool, untrained: Any) -> None:
-    """Each has its own room: 12 tokens, 23, 5."""
+    """Each has its own length budget: 12 tokens, 23, 5."""
     model = without_end(untrained("gpt2"))
     prompts = [[4, *range(100, 117)], [4, 50], [4, *range(60, 79)]]
     found = generate_ids(model, prompts, 23, decoding, cache)
@@ -237,8 +237,8 @@ def test_beyond_the_length_it_was_made_for_they_write_the_same(
     }[family]
     model = without_end(untrained(config))
     (found,) = generate_ids(model, [PROMPTS[0]], 40)
-    told = capsys.readouterr().err.count("longer than the 24 tokens of this model's training context")
-    assert told == (family == "llama")
+    num_warnings = capsys.readouterr().err.count("longer than the 24 tokens of this model's training context")
+    assert num_warnings == (family == "llama")
     assert [found] == by_transformers(model, [PROMPTS[0]], max_new_tokens=40, eos_token_id=None)[0]
 
 
@@ -251,11 +251,11 @@ def test_beyond_the_length_it_was_made_for_they_write_the_same(
     ids=str,
 )
 @pytest.mark.parametrize(
-    ("num_beams", "place"),
+    ("num_beams", "file"),
     [pytest.param(1, "generation_config.json", marks=pytest.mark.slow), (3, "config.json")],
 )
 def test_what_is_forced_is_theirs(
-    forced: ForcedTokens, num_beams: int, place: str, tokenizers: Any, tmp_path: Path
+    forced: ForcedTokens, num_beams: int, file: str, tokenizers: Any, tmp_path: Path
 ) -> None:
     """A BART of `transformers`, opened from its own folder; its `generate` with its own settings."""
     transformers = pytest.importorskip("transformers")
@@ -274,9 +274,9 @@ def test_what_is_forced_is_theirs(
     theirs.save_pretrained(tmp_path / "theirs")
     tokenizers["byte-bpe"].save(tmp_path / "theirs")
     names = dict(forced_bos_token_id=forced.bos, forced_eos_token_id=forced.eos)
-    facts = json.loads((tmp_path / "theirs" / place).read_text())
-    (tmp_path / "theirs" / place).write_text(json.dumps(facts | names))
-    if place == "config.json":
+    facts = json.loads((tmp_path / "theirs" / file).read_text())
+    (tmp_path / "theirs" / file).write_text(json.dumps(facts | names))
+    if file == "config.json":
         (tmp_path / "theirs" / "generation_config.json").unlink()
     theirs = transformers.AutoModelForSeq2SeqLM.from_pretrained(tmp_path / "theirs").eval()
     first = load_model(tmp_path / "theirs")
@@ -312,8 +312,8 @@ def cut(ids: list[int], ends: Sequence[int]) -> list[int]:
     return list(takewhile(lambda token: token not in ends, ids))
 
 
-@pytest.mark.parametrize("place", ["generation_config.json", "config.json"])
-def test_a_list_of_ends_is_theirs(place: str, tokenizers: Any, tmp_path: Path) -> None:
+@pytest.mark.parametrize("file", ["generation_config.json", "config.json"])
+def test_a_list_of_ends_is_theirs(file: str, tokenizers: Any, tmp_path: Path) -> None:
     """A Llama of `transformers`, whose texts end early with one token or another of the list in its own folder."""
     transformers = pytest.importorskip("transformers")
     vocab = tokenizers["byte-bpe"].vocab
@@ -331,9 +331,9 @@ def test_a_list_of_ends_is_theirs(place: str, tokenizers: Any, tmp_path: Path) -
     whole = generate_ids(without_end(load_model(tmp_path / "theirs")), PROMPTS, 10)
     ends = [whole[0][2], whole[1][4], whole[2][1]]
     assert len({*ends, vocab.eos}) == 4
-    facts = json.loads((tmp_path / "theirs" / place).read_text())
-    (tmp_path / "theirs" / place).write_text(json.dumps(facts | {"eos_token_id": ends}))
-    if place == "config.json":
+    facts = json.loads((tmp_path / "theirs" / file).read_text())
+    (tmp_path / "theirs" / file).write_text(json.dumps(facts | {"eos_token_id": ends}))
+    if file == "config.json":
         (tmp_path / "theirs" / "generation_config.json").unlink()
 
     first = load_model(tmp_path / "theirs")
@@ -360,7 +360,7 @@ def test_all_families_have_several_ends(family: str, num_beams: int, untrained: 
     model, decoding = untrained(family, 1), GenerationConfig(num_beams=num_beams, num_return_sequences=num_beams)
     long = GenerationConfig(max_new_tokens=10, min_new_tokens=10)
     model.eos_token_ids = tuple(
-        ids[place] for ids, place in zip(generate_ids(model, PROMPTS, 10, long), (2, 1, 5), strict=False)
+        ids[index] for ids, index in zip(generate_ids(model, PROMPTS, 10, long), (2, 1, 5), strict=False)
     )
     found = generate_sequences(model, PROMPTS, replace(decoding, max_new_tokens=10))
     assert sum(text.finished and len(text.tokens) < 9 for text in found) > 1

@@ -37,7 +37,7 @@ def test_the_law_of_temperature(temperature: float) -> None:
 
 def test_every_place_is_a_draw_of_its_own() -> None:
     logits, choose = torch.tensor([[0.0, math.log(3)]]), chooser(GenerationConfig(temperature=1.0), [[]], 2)
-    drawn = [int(choose(logits, place)) for place in range(2000)]
+    drawn = [int(choose(logits, step)) for step in range(2000)]
     assert sum(drawn) / len(drawn) == pytest.approx(0.75, abs=0.03)
 
 
@@ -130,7 +130,7 @@ def test_followers_of_what_was_said() -> None:
 def test_no_end_before_its_time() -> None:
     past = LogitsProcessor([[]], GenerationConfig(min_new_tokens=2), [1, 3, 9], 4, CPU)
     logits = torch.zeros(1, 4)
-    found = [past.process(logits, place)[0].tolist() for place in range(3)]
+    found = [past.process(logits, step)[0].tolist() for step in range(3)]
     never = [0.0, -math.inf, 0.0, -math.inf]
     assert found == [never, never, [0.0] * 4]
 

@@ -91,8 +91,8 @@ def ids(words: str) -> list[int]:
 def rows_of(*texts: str, doc: list[list[int]] | None = None, **bits: Any) -> Rows:
     tokens = np.array([ids(text) for text in texts])
     docs = np.array(doc) if doc is not None else np.where(tokens == PAD, -1, 0)
-    real = (tokens >= 10) | (tokens == UNK)
-    return Rows(tokens, docs, np.zeros_like(tokens), real, np.arange(len(tokens)), **bits)
+    maskable = (tokens >= 10) | (tokens == UNK)
+    return Rows(tokens, docs, np.zeros_like(tokens), maskable, np.arange(len(tokens)), **bits)
 
 
 def seen_by_model(found: AttentionSpec, shape: tuple[int, int]) -> np.ndarray:
@@ -409,8 +409,8 @@ def test_an_encoder_decoder_has_three_masks() -> None:
 
 
 def test_a_bidirectional_lm_has_two_masks() -> None:
-    place = np.arange(4)
-    one = Batch(np.zeros(4, int), attention_rank=np.stack([place, place[::-1]]), labels=np.zeros((2, 4), int))
+    position = np.arange(4)
+    one = Batch(np.zeros(4, int), attention_rank=np.stack([position, position[::-1]]), labels=np.zeros((2, 4), int))
     forward, backward = build_attention_masks(one, is_causal=False, has_query_stream=False)
     assert (forward.mask == np.tril(np.ones((4, 4), bool))).all()
     assert (backward.mask == np.triu(np.ones((4, 4), bool))).all()
@@ -527,20 +527,20 @@ def test_a_foreign_page_is_not_overwritten(tmp_path: Path) -> None:
 def shards(corpus_file: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     """Shards by the kind of their tokenizer, with salient spans, and one of pairs of sides."""
     folder = tmp_path_factory.mktemp("shards")
-    corpus, places = Corpus([corpus_file]), {}
+    corpus, folders = Corpus([corpus_file]), {}
     for kind in ("wordpiece", "byte-bpe", "unigram"):
         tokenizer = train_tokenizer((d.text for d in corpus), kind, 400)
-        places[kind] = folder / kind
+        folders[kind] = folder / kind
         prepare(corpus, tokenizer, folder / kind, salient=load_salient_finder("default"))
         if kind == "wordpiece":
             texts = [d.text for d in corpus]
             lines = [json.dumps({"text_a": a, "text_b": b}) for a, b in pairwise(texts)]
             write_text(folder / "sides.jsonl", "\n".join(lines))
-            places["sides"] = folder / "sides"
+            folders["sides"] = folder / "sides"
             prepare(
                 Corpus([folder / "sides.jsonl"]), tokenizer, folder / "sides", salient=load_salient_finder("default")
             )
-    return places
+    return folders
 
 
 FITS = {

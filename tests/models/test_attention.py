@@ -34,14 +34,18 @@ def test_no_mask() -> None:
 
 def test_causal_needs_no_mask() -> None:
     """Eager operations mask scores; our kernel compares positions."""
-    score, place = torch.randn(1, 2, 4, 4), torch.arange(4)[None]
-    sight = make_attention_spec(True, None, score_bias=score, bias_max_distance=3)
-    assert sight.mask_is_causal
-    assert sight.mask is not None
-    mask, reach, bias, causal, *rest = sight.kernel_args(torch.float32, 0.1, 1.0)
-    assert (mask, reach, causal, rest) == (None, None, True, [0.1, 1.0, 3])
+    score, position_ids = torch.randn(1, 2, 4, 4), torch.arange(4)[None]
+    spec = make_attention_spec(True, None, score_bias=score, bias_max_distance=3)
+    assert spec.mask_is_causal
+    assert spec.mask is not None
+    mask, key_range, bias, causal, *rest = spec.kernel_args(torch.float32, 0.1, 1.0)
+    assert (mask, key_range, causal, rest) == (None, None, True, [0.1, 1.0, 3])
     assert bias is score
-    for more in ({"document_ids": place * 0}, {"attention_rank": place}, {"window": LocalWindow(place[0], 1)}):
+    for more in (
+        {"document_ids": position_ids * 0},
+        {"attention_rank": position_ids},
+        {"window": LocalWindow(position_ids[0], 1)},
+    ):
         other = make_attention_spec(True, **{"document_ids": None, "score_bias": score} | more)
         assert not other.mask_is_causal
         assert other.kernel_args(torch.float32, 0.0, 1.0)[0] is other.mask
@@ -64,48 +68,48 @@ def test_prefix_rank() -> None:
 
 
 def test_cross_attention_mask() -> None:
-    sight = make_attention_spec(False, torch.tensor([[0, 1]]), key_document_ids=torch.tensor([[0, 0, 1, -1]]))
-    assert rows(sight.mask) == ["xx..", "..x."]
+    spec = make_attention_spec(False, torch.tensor([[0, 1]]), key_document_ids=torch.tensor([[0, 0, 1, -1]]))
+    assert rows(spec.mask) == ["xx..", "..x."]
 
 
-SIGHTS = {
-    "documents": lambda doc, rank, asked: make_attention_spec(False, doc),
-    "causal documents": lambda doc, rank, asked: make_attention_spec(True, doc),
-    "ranks": lambda doc, rank, asked: make_attention_spec(True, None, rank),
-    "documents and ranks": lambda doc, rank, asked: make_attention_spec(False, doc, rank),
-    "across": lambda doc, rank, asked: make_attention_spec(False, doc[:, 3:9], key_document_ids=doc),
-    "earlier": lambda doc, rank, asked: make_query_stream_spec(doc, rank, asked),
-    "earlier without documents": lambda doc, rank, asked: make_query_stream_spec(None, rank, asked),
-    "at places": lambda doc, rank, asked: make_attention_spec(False, doc, rank).at_positions(asked),
-    "a window": lambda doc, rank, asked: make_attention_spec(False, None, window=LocalWindow(torch.arange(30), 4)),
-    "a causal window": lambda doc, rank, asked: make_attention_spec(
+SPECS = {
+    "documents": lambda doc, rank, positions: make_attention_spec(False, doc),
+    "causal documents": lambda doc, rank, positions: make_attention_spec(True, doc),
+    "ranks": lambda doc, rank, positions: make_attention_spec(True, None, rank),
+    "documents and ranks": lambda doc, rank, positions: make_attention_spec(False, doc, rank),
+    "across": lambda doc, rank, positions: make_attention_spec(False, doc[:, 3:9], key_document_ids=doc),
+    "earlier": lambda doc, rank, positions: make_query_stream_spec(doc, rank, positions),
+    "earlier without documents": lambda doc, rank, positions: make_query_stream_spec(None, rank, positions),
+    "at positions": lambda doc, rank, positions: make_attention_spec(False, doc, rank).at_positions(positions),
+    "a window": lambda doc, rank, positions: make_attention_spec(False, None, window=LocalWindow(torch.arange(30), 4)),
+    "a causal window": lambda doc, rank, positions: make_attention_spec(
         True, None, window=LocalWindow(torch.arange(30), 4)
     ),
-    "a window in documents": lambda doc, rank, asked: make_attention_spec(
+    "a window in documents": lambda doc, rank, positions: make_attention_spec(
         False, doc, window=LocalWindow(torch.arange(30), 4)
     ),
-    "a causal window in documents": lambda doc, rank, asked: make_attention_spec(
+    "a causal window in documents": lambda doc, rank, positions: make_attention_spec(
         True, doc, window=LocalWindow(torch.arange(30), 4)
     ),
-    "a window wider than the row": lambda doc, rank, asked: make_attention_spec(
+    "a window wider than the row": lambda doc, rank, positions: make_attention_spec(
         False, doc, window=LocalWindow(torch.arange(30), 2**40)
     ),
 }
 
 
-@pytest.mark.parametrize("name", SIGHTS)
+@pytest.mark.parametrize("name", SPECS)
 def test_key_ranges_equal_the_mask(name: str) -> None:
     doc = torch.randint(-1, 4, (2, 30)).sort(1).values
-    rank, asked = torch.randint(0, 30, (2, 30)), torch.randint(0, 30, (2, 7))
-    sight = SIGHTS[name](doc, rank, asked)
-    assert sight.key_range is not None
-    assert sight.mask is not None
-    said = [x for x in sight.key_range[:3] if x is not None]
+    rank, positions = torch.randint(0, 30, (2, 30)), torch.randint(0, 30, (2, 7))
+    spec = SPECS[name](doc, rank, positions)
+    assert spec.key_range is not None
+    assert spec.mask is not None
+    said = [x for x in spec.key_range[:3] if x is not None]
     assert len({x.data_ptr() for x in said}) == len(said), "inputs of a program are apart"
     assert {x.dtype for x in said} == {torch.int32}
-    key, low, size = sight.key_range[:3]
+    key, low, size = spec.key_range[:3]
     above = key[:, None] - low[:, :, None]
-    assert torch.equal((above >= 0) & (above < (1 if size is None else size[:, :, None])), sight.mask[:, 0])
+    assert torch.equal((above >= 0) & (above < (1 if size is None else size[:, :, None])), spec.mask[:, 0])
 
 
 def test_when_key_ranges_exist() -> None:
@@ -116,24 +120,24 @@ def test_when_key_ranges_exist() -> None:
     assert make_attention_spec(False, zeros, zeros, window=near).key_range is None
     assert make_attention_spec(False, zeros, window=near).key_range is not None
     most = torch.full((1, attention.MAX_KEY_RANGE_TOKENS), attention.MAX_KEY_RANGE_TOKENS - 1)
-    reach = attention.make_key_range(False, most, most)
-    assert reach is not None
-    assert reach.start.min() > 0
-    assert reach.length is not None
-    assert (reach.length == attention.MAX_KEY_RANGE_TOKENS).all()
-    assert (reach.key_ids - reach.start == attention.MAX_KEY_RANGE_TOKENS - 1).all()
+    key_range = attention.make_key_range(False, most, most)
+    assert key_range is not None
+    assert key_range.start.min() > 0
+    assert key_range.length is not None
+    assert (key_range.length == attention.MAX_KEY_RANGE_TOKENS).all()
+    assert (key_range.key_ids - key_range.start == attention.MAX_KEY_RANGE_TOKENS - 1).all()
 
 
-@pytest.mark.parametrize("name", SIGHTS)
+@pytest.mark.parametrize("name", SPECS)
 def test_tiles_cover_all_visible_keys(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """With tiles of 4 positions, the last one partial."""
     monkeypatch.setattr(fused, "TILE_TOKENS", 4)
     doc = torch.randint(-1, 9, (2, 30)).sort(1).values
-    sight = SIGHTS[name](doc, torch.randint(0, 30, (2, 30)), torch.randint(0, 30, (2, 7)))
-    assert sight.mask is not None
-    T, S = sight.mask.shape[2:]
-    who = make_kernel_mask(None, sight.key_range, 2)
-    for mask_BTS, found in ((sight.mask[:, 0], who.key_bounds), (sight.mask[:, 0].mT, who.query_bounds)):
+    spec = SPECS[name](doc, torch.randint(0, 30, (2, 30)), torch.randint(0, 30, (2, 7)))
+    assert spec.mask is not None
+    T, S = spec.mask.shape[2:]
+    kernel_mask = make_kernel_mask(None, spec.key_range, 2)
+    for mask_BTS, found in ((spec.mask[:, 0], kernel_mask.key_bounds), (spec.mask[:, 0].mT, kernel_mask.query_bounds)):
         assert found is not None
         for b, mask_TS in enumerate(mask_BTS.expand(2, -1, -1)):
             for n, tile in enumerate(mask_TS.split(4)):
@@ -143,8 +147,8 @@ def test_tiles_cover_all_visible_keys(name: str, monkeypatch: pytest.MonkeyPatch
                 assert begin == stop == 0 or first <= begin < stop <= end
                 assert tile[:, begin:stop].all(), "there is something that it does not see"
     if name in ("documents", "a window"):
-        assert who.key_bounds is not None
-        assert (who.key_bounds[1] - who.key_bounds[0]).sum() < 2 * T * S / 4, "less than all"
+        assert kernel_mask.key_bounds is not None
+        assert (kernel_mask.key_bounds[1] - kernel_mask.key_bounds[0]).sum() < 2 * T * S / 4, "less than all"
 
 
 def test_invisible_tiles_are_skipped() -> None:
@@ -227,7 +231,7 @@ def test_can_fuse(monkeypatch: pytest.MonkeyPatch) -> None:
     assert attention.supports_fused_attention(q, k, causal)
     assert not attention.supports_fused_attention(q.float(), k.float(), AttentionSpec())
     assert attention.supports_fused_attention(q, k[:, :2], AttentionSpec()), "heads that share keys"
-    assert not attention.supports_fused_attention(q[:, :, :3], k, causal), "who asks begins later"
+    assert not attention.supports_fused_attention(q[:, :, :3], k, causal), "the queries begin later"
     assert not attention.supports_fused_attention(q, k, attention.add_score_bias(biased, bias.expand(2, -1, -1, -1))), (
         "scores of each row"
     )
@@ -269,8 +273,8 @@ def test_cross_attention_to_itself_is_self_attention() -> None:
 def test_empty_rows_give_zero_and_finite_gradients() -> None:
     """A padded position of a decoder whose encoder has no padding."""
     q, k, v = (torch.randn(1, 2, 3, 4, requires_grad=True) for _ in range(3))
-    sight = make_attention_spec(False, torch.tensor([[0, 0, -1]]), key_document_ids=torch.tensor([[0, 0, 0]]))
-    y = attend(q, k, v, sight, 0.0, 1.0)
+    spec = make_attention_spec(False, torch.tensor([[0, 0, -1]]), key_document_ids=torch.tensor([[0, 0, 0]]))
+    y = attend(q, k, v, spec, 0.0, 1.0)
     y.sum().backward()
     assert y[0, :, 2].abs().max() == 0
     assert all(bool(t.grad.isfinite().all()) for t in (q, k, v))  # type: ignore[union-attr]
@@ -283,7 +287,7 @@ DOC, READ = torch.tensor([[0, 0, 1, -1]]), torch.tensor([[0, 0, 0, -2]])  # two 
 def test_dropout_path_equals_sdpa_at_rate_0(case: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Outputs and gradients of the dropout path, with nothing dropped, against SDPA."""
     score = torch.randn(1, 2, 4, 4, requires_grad=True)
-    sight = make_attention_spec(
+    spec = make_attention_spec(
         is_causal="causal" in case,
         document_ids=None if case in ("all", "causal") else DOC,
         key_document_ids=READ if case == "read" else None,
@@ -292,7 +296,7 @@ def test_dropout_path_equals_sdpa_at_rate_0(case: str, monkeypatch: pytest.Monke
     q, k, v = (torch.randn(1, 2, 4, 8, requires_grad=True) for _ in range(3))
 
     def value_and_gradients(dropout: float) -> list[Tensor | None]:
-        y = attend(q, k, v, sight, dropout, 0.3)
+        y = attend(q, k, v, spec, dropout, 0.3)
         return [y, *torch.autograd.grad(y.square().sum(), (q, k, v, score), retain_graph=True, allow_unused=True)]
 
     wanted = value_and_gradients(0.0)
@@ -312,19 +316,19 @@ def test_dropout_applies_to_attention_weights() -> None:
 @pytest.mark.parametrize("masked", [False, True])
 def test_grouped_keys_equal_repeated_keys(kv_heads: int, masked: bool) -> None:
     q, k, v = torch.randn(2, 4, 6, 8), torch.randn(2, kv_heads, 6, 8), torch.randn(2, kv_heads, 6, 8)
-    sight = make_attention_spec(True, torch.tensor([[0, 0, 1, 1, 1, -1]]).expand(2, 6) if masked else None)
+    spec = make_attention_spec(True, torch.tensor([[0, 0, 1, 1, 1, -1]]).expand(2, 6) if masked else None)
     times = 4 // kv_heads
-    wanted = attend(q, k.repeat_interleave(times, 1), v.repeat_interleave(times, 1), sight, 0.0, 0.3)
-    assert_close(attend(q, k, v, sight, 0.0, 0.3), wanted)
-    assert_close(attention.eager_attention(q, k, v, sight, 0.0, 0.3), wanted)
+    wanted = attend(q, k.repeat_interleave(times, 1), v.repeat_interleave(times, 1), spec, 0.0, 0.3)
+    assert_close(attend(q, k, v, spec, 0.0, 0.3), wanted)
+    assert_close(attention.eager_attention(q, k, v, spec, 0.0, 0.3), wanted)
 
 
 def test_attention_weights_are_returned() -> None:
     seen: list[Tensor] = []
     q, k, v = torch.randn(3, 2, 2, 5, 4).unbind()
-    sight = make_attention_spec(True, None)
-    y = attend(q, k, v, sight._replace(attentions=seen), 0.0, 0.5)
-    assert_close(y, attend(q, k, v, sight, 0.0, 0.5))
+    spec = make_attention_spec(True, None)
+    y = attend(q, k, v, spec._replace(attentions=seen), 0.0, 0.5)
+    assert_close(y, attend(q, k, v, spec, 0.0, 0.5))
     (weights,) = seen
     assert_close(weights @ v, y)
     assert_close(weights.sum(-1), torch.ones(2, 2, 5))
@@ -347,8 +351,8 @@ def test_layer_bias_is_added_with_any_spec() -> None:
             (scores + static).masked_fill(~(same & lower), -math.inf),
         ),
     }
-    for name, (sight, wanted) in cases.items():
-        found = attend(q, k, v, attention.add_score_bias(sight, more), 0.0, 0.5)
+    for name, (spec, wanted) in cases.items():
+        found = attend(q, k, v, attention.add_score_bias(spec, more), 0.0, 0.5)
         assert_close(found, wanted.softmax(-1) @ v, msg=name)
 
 
@@ -359,26 +363,26 @@ def test_fully_visible_tiles() -> None:
     doc = torch.zeros(6, T, dtype=torch.long)
     doc[1, 64:], doc[2, 100:], doc[2, 256:], doc[3, 7], doc[4, 300:], doc[5] = 1, 1, 2, -1, -1, torch.arange(T)
     rank, near = torch.randint(0, 3, (6, T)), LocalWindow(torch.arange(T), 40)
-    sights = (
+    specs = (
         make_attention_spec(False, doc),
         make_attention_spec(True, doc),
         make_attention_spec(False, doc, window=near),
         make_attention_spec(False, doc, rank),
         make_attention_spec(False, None, rank),
     )
-    for sight in sights:
-        assert sight.key_range is not None
-        assert sight.mask is not None
-        reach, mask = with_tile_bounds(sight.key_range), sight.mask[:, 0].expand(6, T, T).view(6, N, 64, N, 64)
+    for spec in specs:
+        assert spec.key_range is not None
+        assert spec.mask is not None
+        key_range, mask = with_tile_bounds(spec.key_range), spec.mask[:, 0].expand(6, T, T).view(6, N, 64, N, 64)
         whole = mask.all(4).all(2)
-        for found, sees in ((reach.key_bounds, whole), (reach.query_bounds, whole.mT)):
+        for found, sees in ((key_range.key_bounds, whole), (key_range.query_bounds, whole.mT)):
             assert found is not None
             at = torch.arange(N) * 64
-            told = (at >= found[2][:, :, None]) & (at < found[3][:, :, None])
-            assert not (told & ~sees).any(), "something that is not seen is taken for seen"
-            if sight.key_range.length is None:
-                assert told[[0, 1, 2, 4]].equal(sees[[0, 1, 2, 4]]), "documents that stand together have all"
-    documents = with_tile_bounds(sights[0].key_range) if sights[0].key_range is not None else None
+            claimed = (at >= found[2][:, :, None]) & (at < found[3][:, :, None])
+            assert not (claimed & ~sees).any(), "a tile that is not visible is taken for visible"
+            if spec.key_range.length is None:
+                assert claimed[[0, 1, 2, 4]].equal(sees[[0, 1, 2, 4]]), "documents that stand together have all"
+    documents = with_tile_bounds(specs[0].key_range) if specs[0].key_range is not None else None
     assert documents is not None
     assert documents.key_bounds is not None
     assert documents.key_bounds[2:, 0].tolist() == [[0] * N, [T] * N]

@@ -47,10 +47,10 @@ def test_the_loss_by_hand() -> None:
     s, t = (m(given.input_ids, given.document_ids + 1, output_hidden_states=True) for m in (student, teacher))
     hard = sum(F.cross_entropy(s.logits[i, j], torch.tensor(k)) for i, j, k in ((0, 1, 5), (0, 4, 6), (1, 2, 7)))
     assert_close(found["targets"], 0.2 * hard)
-    real = given.document_ids >= 0  # soft targets and states of all tokens, masked or not; none of the padding
-    p = (t.logits[real] / 3).softmax(-1)
-    soft = (p * (p.log() - (s.logits[real] / 3).log_softmax(-1))).sum()
-    x, y = s.hidden_states[-1][real], t.hidden_states[-1][real]
+    is_token = given.document_ids >= 0  # soft targets and states of all tokens, masked or not; none of the padding
+    p = (t.logits[is_token] / 3).softmax(-1)
+    soft = (p * (p.log() - (s.logits[is_token] / 3).log_softmax(-1))).sum()
+    x, y = s.hidden_states[-1][is_token], t.hidden_states[-1][is_token]
     cosine = (1 - (x * y).sum(-1) / x.norm(dim=-1) / y.norm(dim=-1)).sum()
     assert_close(found["tokens"], 0.7 * 9 * soft + 0.4 * cosine)
 
@@ -102,8 +102,8 @@ def test_soft_targets_at_masked_tokens_alone() -> None:
     given, spec = batch(), Distillation(temperature=1.0, soft=0.5, hard=0.5, cosine=0.0, soft_at="targets")
     s, t = (m(given.input_ids, given.document_ids + 1) for m in (student, teacher))
     expected = 0.0
-    for row, place, label in ((0, 1, 5), (0, 4, 6), (1, 2, 7)):
-        mine, theirs = s.logits[row, place].log_softmax(-1), t.logits[row, place].log_softmax(-1)
+    for row, position, label in ((0, 1, 5), (0, 4, 6), (1, 2, 7)):
+        mine, theirs = s.logits[row, position].log_softmax(-1), t.logits[row, position].log_softmax(-1)
         expected += 0.5 * (theirs.exp() * (theirs - mine)).sum() - 0.5 * mine[label]
     found = distillation_losses(student, teacher, given, spec)  # type: ignore[arg-type]
     assert_close(found["targets"], expected)

@@ -109,10 +109,12 @@ def test_offsets_beyond_the_longest_share_the_last_embedding() -> None:
 def both_ways(tokens: Tensor) -> Batch:
     """A batch whose targets are the next and the previous token."""
     rows, length = tokens.shape
-    place = torch.arange(length)
+    positions = torch.arange(length)
     none = torch.full((rows, 1), -100)
     labels = torch.stack([torch.cat([tokens[:, 1:], none], 1), torch.cat([none, tokens[:, :-1]], 1)], 1)
-    return Batch(tokens, attention_rank=torch.stack([place, place.flip(0)]).expand(rows, 2, length), labels=labels)
+    return Batch(
+        tokens, attention_rank=torch.stack([positions, positions.flip(0)]).expand(rows, 2, length), labels=labels
+    )
 
 
 @pytest.mark.parametrize("make", [bert, gpt2], ids=["encoder", "decoder"])
@@ -125,18 +127,18 @@ def test_no_direction_sees_its_target(make: Any) -> None:
         tokens = batch.input_ids.clone()
         tokens[0, j] += 10
         moved = (model.logits(batch._replace(input_ids=tokens)) != before).any(-1)[0]
-        place = torch.arange(T)
-        assert torch.equal(moved[0], place >= j), "forward, who comes after"
-        assert torch.equal(moved[1], place <= j), "backward, who comes before"
+        positions = torch.arange(T)
+        assert torch.equal(moved[0], positions >= j), "forward, who comes after"
+        assert torch.equal(moved[1], positions <= j), "backward, who comes before"
 
 
 def test_forward_is_causal_and_backward_its_mirror() -> None:
     """The first direction is a causal model; the second equals it on a reversed row with the original positions."""
     model = lively(bert(2, 16, 2, V))
     both = model.logits(both_ways(TOKENS))
-    place = torch.arange(T).expand(2, T)
-    assert_close(both[:, 0], model.logits(Batch(TOKENS, attention_rank=place)))
-    mirrored = model.logits(Batch(TOKENS.flip(1), position_ids=place.flip(1), attention_rank=place)).flip(1)
+    positions = torch.arange(T).expand(2, T)
+    assert_close(both[:, 0], model.logits(Batch(TOKENS, attention_rank=positions)))
+    mirrored = model.logits(Batch(TOKENS.flip(1), position_ids=positions.flip(1), attention_rank=positions)).flip(1)
     assert_close(both[:, 1], mirrored)
 
 

@@ -76,13 +76,13 @@ def test_frozen_heads_never_materialize_all_logits(fused: bool | None, monkeypat
 def test_logits_at_target_positions_only(config) -> None:  # type: ignore[no-untyped-def]
     model = make_model(config).eval()
     tokens = torch.randint(0, 30, (2, 6))
-    asked = torch.tensor([[4, 0, 0], [1, 2, 5]])
+    positions = torch.tensor([[4, 0, 0], [1, 2, 5]])
     everywhere = model.logits(Batch(tokens))
-    there = model.logits(Batch(tokens, target_positions=asked))
-    assert_close(there, torch.stack([everywhere[0, asked[0]], everywhere[1, asked[1]]]))
+    there = model.logits(Batch(tokens, target_positions=positions))
+    assert_close(there, torch.stack([everywhere[0, positions[0]], everywhere[1, positions[1]]]))
     labels = torch.tensor([[7, 8, -100], [9, 10, 11]])
     wanted = F.cross_entropy(there.flatten(0, 1), labels.flatten(), reduction="sum")
-    assert_close(model.loss(Batch(tokens, target_positions=asked, labels=labels)), wanted)
+    assert_close(model.loss(Batch(tokens, target_positions=positions, labels=labels)), wanted)
 
 
 def test_untied_and_scaled_heads_by_hand() -> None:
@@ -175,7 +175,7 @@ def test_chunked_loss_is_traced_as_one_operator() -> None:
 
 def test_chunk_sizes() -> None:
     assert cross_entropy.loss_chunk_rows(5120, 30592) == 5120, "one piece"
-    assert cross_entropy.loss_chunk_rows(0, 30592) == 1, "nothing is asked"
+    assert cross_entropy.loss_chunk_rows(0, 30592) == 1, "no targets"
     assert cross_entropy.loss_chunk_rows(32768, 50304) == 8192
     rows = cross_entropy.loss_chunk_rows(16384, 128256)
     assert rows % 128 == 0

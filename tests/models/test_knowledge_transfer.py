@@ -100,8 +100,8 @@ def test_distillation_follows_and_may_run_beside() -> None:
     beside = losses(student, teacher, batch(), 0.0, strategy="auxiliary")
     assert beside["tokens"] > 0
     assert beside["targets"] > 0
-    twin = losses(teacher, teacher, batch(), 0.0, strategy="joint")
-    assert twin["tokens"].item() == pytest.approx(0, abs=1e-5)
+    same = losses(teacher, teacher, batch(), 0.0, strategy="joint")
+    assert same["tokens"].item() == pytest.approx(0, abs=1e-5)
 
 
 def test_embeddings_and_head_come_from_the_teacher() -> None:

@@ -35,17 +35,17 @@ def model_of(name: str, **changes: object) -> Encoder:
 
 def masked(packed: bool) -> Batch:
     torch.manual_seed(1)
-    asked = torch.rand(B, T).argsort(1)[:, :K].sort(1).values
-    asked[1, 3] = 0  # what is left over
+    positions = torch.rand(B, T).argsort(1)[:, :K].sort(1).values
+    positions[1, 3] = 0  # what is left over
     labels = torch.randint(7, 50, (B, K))
     labels[1, 3] = -100
     cut = torch.arange(T).expand(B, T)
     doc = torch.where(cut < torch.tensor([[5], [12], [20]]), 0, 1)
     doc[0, 18:] = -1
     if packed:
-        place = torch.where(doc == 0, cut, cut - (doc == 0).sum(1, keepdim=True)).clamp(min=0)
-        return Batch(torch.randint(7, 50, (B, T)), doc, place, target_positions=asked, labels=labels)
-    return Batch(torch.randint(7, 50, (B, T)), target_positions=asked, labels=labels)
+        position_ids = torch.where(doc == 0, cut, cut - (doc == 0).sum(1, keepdim=True)).clamp(min=0)
+        return Batch(torch.randint(7, 50, (B, T)), doc, position_ids, target_positions=positions, labels=labels)
+    return Batch(torch.randint(7, 50, (B, T)), target_positions=positions, labels=labels)
 
 
 def narrowed(model: Model, narrows: bool) -> None:
@@ -56,15 +56,15 @@ def narrowed(model: Model, narrows: bool) -> None:
 
 def found(model: Encoder, batch: Batch) -> tuple[Tensor, list[Tensor], int]:
     """The loss, all gradients, and the number of positions that the last MLP computed."""
-    places: list[int] = []
+    widths: list[int] = []
     block = model.stack.layers[-1]
     last = block.mlps[-1] if isinstance(block, BottleneckBlock) else block.mlp
-    hook = last.register_forward_hook(lambda module, inputs, y: places.append(inputs[0].shape[1]))
+    hook = last.register_forward_hook(lambda module, inputs, y: widths.append(inputs[0].shape[1]))
     loss = model.loss(batch)
     hook.remove()
     ps = [p for p in model.parameters() if p.requires_grad]
     grads = torch.autograd.grad(loss, ps, allow_unused=True)
-    return loss.detach(), [torch.zeros(()) if g is None else g for g in grads], places[-1]
+    return loss.detach(), [torch.zeros(()) if g is None else g for g in grads], widths[-1]
 
 
 @pytest.mark.parametrize("packed", [False, True])
@@ -72,10 +72,10 @@ def found(model: Encoder, batch: Batch) -> tuple[Tensor, list[Tensor], int]:
 def test_loss_and_gradients_are_equal(name: str, packed: bool) -> None:
     model, batch = model_of(name, dropout=0.0, attention_dropout=0.0).train(), masked(packed)
     narrowed(model, False)
-    loss, grads, places = found(model, batch)
+    loss, grads, widths = found(model, batch)
     narrowed(model, True)
     again, others, fewer = found(model, batch)
-    assert (places, fewer) == (T, K)
+    assert (widths, fewer) == (T, K)
     torch.testing.assert_close(again, loss, rtol=1e-5, atol=0)
     for a, b in zip(others, grads, strict=True):
         torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)
@@ -125,8 +125,8 @@ def test_with_fp8_targets_are_padded_to_16(dtype: torch.dtype) -> None:
     convert_to_fp8(model, torch.device("cpu"))
     exact = found(model.eval(), batch)
     narrowed(model.train(), True)
-    loss, grads, places = found(model, batch)
-    assert places == 16
+    loss, grads, widths = found(model, batch)
+    assert widths == 16
     assert float(loss) == pytest.approx(float(exact[0]), rel=0.02)
     for a, b in zip(grads, exact[1], strict=True):
         assert (a - b).norm() < 0.15 * b.norm() + 1e-3

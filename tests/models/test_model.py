@@ -64,9 +64,9 @@ def lively(config: ModelConfig) -> Model:
     return model
 
 
-def changed(batch: Batch, field: str, place: int) -> Batch:
+def changed(batch: Batch, field: str, position: int) -> Batch:
     tokens = getattr(batch, field).clone()
-    tokens[0, place] = (tokens[0, place] + 1) % V
+    tokens[0, position] = (tokens[0, position] + 1) % V
     return batch._replace(**{field: tokens})
 
 
@@ -83,11 +83,11 @@ def test_packed_documents_are_independent(config: ModelConfig) -> None:
     ]
     if two_sided:
         touched += [("decoder_input_ids", 0, second, first), ("decoder_input_ids", 3, first, second)]
-    for field, place, other, own in touched:
-        after = model.logits(changed(batch, field, place))
-        assert torch.equal(after[0, other], before[0, other]), f"{field} {place} leaks"
+    for field, position, other, own in touched:
+        after = model.logits(changed(batch, field, position))
+        assert torch.equal(after[0, other], before[0, other]), f"{field} {position} leaks"
         if own is not None:
-            assert not torch.equal(after[0, own], before[0, own]), f"{field} {place} moves nothing at all"
+            assert not torch.equal(after[0, own], before[0, own]), f"{field} {position} moves nothing at all"
 
 
 @EACH

@@ -45,8 +45,8 @@ TINY = [name for name in PRESETS if name.endswith("-tiny")]
 def some_batch(config: ModelConfig) -> Batch:
     """Two rows of eight tokens for the model and its extras."""
     g = torch.Generator().manual_seed(0)
-    tokens, asked = torch.randint(5, 40, (2, 8), generator=g), torch.tensor([[2, 3, 0], [4, 5, 6]])
-    labels = tokens.gather(1, asked)
+    tokens, positions = torch.randint(5, 40, (2, 8), generator=g), torch.tensor([[2, 3, 0], [4, 5, 6]])
+    labels = tokens.gather(1, positions)
     if config.architecture == "encoder-decoder":
         return Batch(tokens, decoder_input_ids=tokens[:, :5], labels=tokens[:, 1:6])
     if config.architecture == "decoder":
@@ -56,12 +56,12 @@ def some_batch(config: ModelConfig) -> Batch:
         return Batch(tokens, attention_rank=both, labels=both, char_ids=spelled)
     labels[0, 2] = -100
     around = torch.tensor([[[1, 4, 0], [1, 4, 1], [0, 0, 0]], [[3, 7, 0], [3, 7, 1], [3, 7, 2]]])
-    ranks = torch.zeros_like(tokens).scatter(1, asked, torch.tensor([[1, 2, 0], [3, 1, 2]]))
+    ranks = torch.zeros_like(tokens).scatter(1, positions, torch.tensor([[1, 2, 0], [3, 1, 2]]))
     return Batch(
         tokens,
         attention_rank=ranks if config.get_extra("query") else None,
         token_type_ids=torch.tensor([[0] * 4 + [1] * 4] * 2),
-        target_positions=asked,
+        target_positions=positions,
         labels=labels,
         span_boundaries=around if config.get_extra("boundary") else None,
         pair_labels=torch.tensor([0, 1]) if config.get_extra("pair") else None,

@@ -107,22 +107,22 @@ def test_classification_of_packed_texts_equals_single_texts(pool: str) -> None:
 def test_class_weights_scale_the_loss() -> None:
     model = lively(with_head(ENCODER, "classify", class_weights=(1.0, 10.0, 0.5)))
     plain = lively(with_head(ENCODER, "classify"))
-    asked, target = FIRST[:, :1], torch.tensor([[1], [2]])
+    positions, target = FIRST[:, :1], torch.tensor([[1], [2]])
     each = [
-        plain.loss(packed(target_positions=asked, task_labels=t))
+        plain.loss(packed(target_positions=positions, task_labels=t))
         for t in (torch.tensor([[1], [-100]]), torch.tensor([[-100], [2]]))
     ]
-    assert_close(model.loss(packed(target_positions=asked, task_labels=target)), 10 * each[0] + 0.5 * each[1])
+    assert_close(model.loss(packed(target_positions=positions, task_labels=target)), 10 * each[0] + 0.5 * each[1])
     assert model.state_dict().keys() == plain.state_dict().keys()
 
 
 def test_relation_head_concatenates_the_marked_states() -> None:
     model = lively(with_head(ENCODER, "relation"))
     assert model.config.head.num_marked == 2
-    asked = torch.tensor([[0, 2, 4, 6], [1, 0, 5, 7]])
+    positions = torch.tensor([[0, 2, 4, 6], [1, 0, 5, 7]])
     states = model.hidden_states(packed())
     both = torch.cat([states[0, 4], states[0, 6]])
-    assert_close(model.logits(packed(target_positions=asked))[0, 1], model.head.out(both))
+    assert_close(model.logits(packed(target_positions=positions))[0, 1], model.head.out(both))
     with pytest.raises(UserError, match="several positions"):
         model(TOKENS)
 

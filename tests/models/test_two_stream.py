@@ -30,8 +30,8 @@ V, T = 30, 6
 NORMS = {"post-norm": False, "pre-norm": True}
 TOKENS = torch.tensor([[7, 8, 9, 10, 11, 12]])
 RANK = torch.tensor([[0, 2, 0, 1, 0, 3]])  # 0, 2 and 4 come free; then 3, then 1, then 5
-ASKED = torch.tensor([[1, 3, 5]])
-BATCH = Batch(TOKENS, attention_rank=RANK, target_positions=ASKED, labels=torch.tensor([[8, 10, 12]]))
+TARGETS = torch.tensor([[1, 3, 5]])
+BATCH = Batch(TOKENS, attention_rank=RANK, target_positions=TARGETS, labels=torch.tensor([[8, 10, 12]]))
 POSITIONS: dict[str, Position] = {
     "transformer-xl": TransformerXL(relative_segments=True),
     "learned": LearnedPosition(16),
@@ -53,14 +53,14 @@ def lively(**changes: Any) -> Encoder:
 def reached(model: Model, batch: Batch) -> dict[int, list[int]]:
     """For each target position: the tokens whose replacement changes its logits."""
     before = model.logits(batch)[0]
-    moved: dict[int, list[int]] = {int(place): [] for place in batch.target_positions[0]}
+    moved: dict[int, list[int]] = {int(position): [] for position in batch.target_positions[0]}
     for j in range(batch.input_ids.shape[1]):
         tokens = batch.input_ids.clone()
         tokens[0, j] += 10
         after = model.logits(batch._replace(input_ids=tokens))[0]
-        for slot, place in enumerate(batch.target_positions[0].tolist()):
+        for slot, position in enumerate(batch.target_positions[0].tolist()):
             if not torch.equal(after[slot], before[slot]):
-                moved[place].append(j)
+                moved[position].append(j)
     return moved
 
 
@@ -83,9 +83,9 @@ def test_no_gradient_reaches_a_token_from_its_own_logits(norm_first: bool) -> No
     handle = model.embed.tokens.register_forward_hook(watch)
     logits = model.logits(BATCH)[0]
     handle.remove()
-    for slot, place in enumerate(ASKED[0].tolist()):
+    for slot, position in enumerate(TARGETS[0].tolist()):
         (gradient,) = torch.autograd.grad(logits[slot].sum(), found[0], retain_graph=True)
-        assert gradient[0].abs().sum(-1).nonzero().flatten().tolist() == SEES[place]
+        assert gradient[0].abs().sum(-1).nonzero().flatten().tolist() == SEES[position]
 
 
 @pytest.mark.parametrize("position", POSITIONS.values(), ids=POSITIONS)
@@ -100,10 +100,10 @@ def test_both_streams_share_the_blocks(norm_first: bool) -> None:
     """One block by hand: queries from the query stream, keys and values from the content stream."""
     model = lively(norm_first=norm_first)
     vector = model.extras["query"].vector
-    content, query = model.embed(TOKENS), model.embed.add_positions(vector.expand(1, 3, -1), ASKED)
+    content, query = model.embed(TOKENS), model.embed.add_positions(vector.expand(1, 3, -1), TARGETS)
     upto, _ = model.stack.attention_specs(content, None, RANK)
-    earlier = make_query_stream_spec(None, RANK, ASKED)._replace(
-        relative_positions=upto.relative_positions.at_positions(ASKED)
+    earlier = make_query_stream_spec(None, RANK, TARGETS)._replace(
+        relative_positions=upto.relative_positions.at_positions(TARGETS)
     )
     for block in model.stack.blocks:
         norm = block.attention_norm

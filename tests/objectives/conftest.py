@@ -43,18 +43,18 @@ def make_rows(rows: Sequence[Sequence[Sequence[str]]], width: int) -> Rows:
     """Rows of documents of words such as "10", "+11", "12.", "13!", "C"."""
     shape = (len(rows), width)
     tokens, doc, position = np.full(shape, PAD), np.full(shape, -1, np.int32), np.zeros(shape, np.int32)
-    real, starts, ends, salient = (np.zeros(shape, bool) for _ in range(4))
+    maskable, starts, ends, salient = (np.zeros(shape, bool) for _ in range(4))
     for b, documents in enumerate(rows):
         at = 0
         for d, words in enumerate(documents):
             for p, word in enumerate(words):
                 tokens[b, at] = SIGNS[word] if word in SIGNS else int(word.strip("+.!"))
                 doc[b, at], position[b, at] = d, p
-                real[b, at], starts[b, at] = word not in SIGNS, word not in SIGNS and word[0] != "+"
+                maskable[b, at], starts[b, at] = word not in SIGNS, word not in SIGNS and word[0] != "+"
                 ends[b, at], salient[b, at] = "." in word, "!" in word
                 at += 1
     index = np.arange(len(rows))
-    return Rows(tokens, doc, position, real, index, index, 0 * index, starts, ends, salient)
+    return Rows(tokens, doc, position, maskable, index, index, 0 * index, starts, ends, salient)
 
 
 @pytest.fixture(scope="session")
@@ -78,24 +78,24 @@ def divide(total: int, parts: int, rng: np.random.Generator) -> list[int]:
     return [b - a for a, b in pairwise([0, *edges, total])]
 
 
-def random_rows(layout: Sequence[Sequence[int]], width: int, frame: SequenceTemplate, seed: int = 0) -> Rows:
+def random_rows(layout: Sequence[Sequence[int]], width: int, template: SequenceTemplate, seed: int = 0) -> Rows:
     """Rows of documents with the given numbers of random tokens; three in four start a word."""
     rng = np.random.default_rng(seed)
     shape = (len(layout), width)
     tokens, doc, position = np.full(shape, PAD), np.full(shape, -1, np.int32), np.zeros(shape, np.int32)
-    real, starts, ends = (np.zeros(shape, bool) for _ in range(3))
+    maskable, starts, ends = (np.zeros(shape, bool) for _ in range(3))
     text, opens, closes = rng.integers(7, 900, shape), rng.random(shape) < 0.75, rng.random(shape) < 0.08
     salient = rng.random(shape) < 0.03
     salient[:, 1:] |= salient[:, :-1]
     for b, lengths in enumerate(layout):
         at = 0
         for d, n in enumerate(lengths):
-            first, end = at + len(frame.prefix_ids), at + n + frame.num_special_tokens()
+            first, end = at + len(template.prefix_ids), at + n + template.num_special_tokens()
             inner = slice(first, first + n)
             tokens[b, at:first], tokens[b, inner], tokens[b, first + n : end] = (
-                frame.prefix_ids, text[b, inner], frame.suffix_ids,
+                template.prefix_ids, text[b, inner], template.suffix_ids,
             )  # fmt: skip
-            doc[b, at:end], position[b, at:end], real[b, inner] = d, np.arange(end - at), True
+            doc[b, at:end], position[b, at:end], maskable[b, inner] = d, np.arange(end - at), True
             starts[b, first], ends[b, first + n - 1] = True, True
             at = end
         assert at <= width
@@ -104,13 +104,13 @@ def random_rows(layout: Sequence[Sequence[int]], width: int, frame: SequenceTemp
         tokens,
         doc,
         position,
-        real,
+        maskable,
         index,
         index,
         0 * index,
-        starts | opens & real,
-        ends | closes & real,
-        salient & real,
+        starts | opens & maskable,
+        ends | closes & maskable,
+        salient & maskable,
     )
 
 
@@ -129,7 +129,7 @@ def rows_for() -> Callable[..., Rows]:
     def make(
         objective: Objective, count: int, length: int, documents: int = 1, seed: int = 0, missing: int = 0
     ) -> Rows:
-        rng, width, frame = (
+        rng, width, template = (
             np.random.default_rng(seed),
             objective.source_length(length),
             objective.build_template(vocabulary()),
@@ -137,13 +137,13 @@ def rows_for() -> Callable[..., Rows]:
         most = min(
             documents,
             objective.max_documents(width) or documents,
-            (width - missing) // (frame.num_special_tokens() + 1),
+            (width - missing) // (template.num_special_tokens() + 1),
         )
         layout = []
         for b in range(count):
             docs = 1 + b % most
-            layout.append(divide(width - b % 2 * missing - docs * frame.num_special_tokens(), docs, rng))
-        rows = random_rows(layout, width, frame, seed)
+            layout.append(divide(width - b % 2 * missing - docs * template.num_special_tokens(), docs, rng))
+        rows = random_rows(layout, width, template, seed)
         if objective.row_layout == "packed":
             return rows
         second = rows.maskable & (rows.position_ids > width // 2)  # as if a pair had been cut there

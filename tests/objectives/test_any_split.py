@@ -153,15 +153,15 @@ KINDS: dict[str, st.SearchStrategy[Any]] = {
 
 
 @st.composite
-def layouts(draw: Any, width: int, frame: int, most: int | None) -> list[list[int]]:
+def layouts(draw: Any, width: int, template: int, most: int | None) -> list[list[int]]:
     """Rows of all sorts: of one document or many, full or nearly empty."""
-    limit = max(1, min(width // (frame + 1), most or 9, 9))
+    limit = max(1, min(width // (template + 1), most or 9, 9))
     rows = []
     for _ in range(draw(st.integers(1, 4))):
         docs = draw(st.one_of(st.just(1), st.just(limit), st.integers(1, limit)))
-        filled = draw(st.one_of(st.just(width), st.integers(docs * (frame + 1), width)))
+        filled = draw(st.one_of(st.just(width), st.integers(docs * (template + 1), width)))
         weights = draw(st.lists(st.sampled_from([0, 1, 1, 9]), min_size=docs, max_size=docs))
-        spare = filled - docs * (frame + 1)
+        spare = filled - docs * (template + 1)
         lengths = [1 + spare * w // max(sum(weights), 1) for w in weights]
         lengths[-1] += spare - (sum(lengths) - docs)
         rows.append(lengths)
@@ -178,15 +178,15 @@ def test_what_holds_for_any_rows(
     sentinels = tuple(range(999, 699, -1))
     vocab = vocabulary(sentinel_ids=sentinels)
     vocab = Vocabulary(**(vars(vocab) | {"special_ids": (*range(7), *sorted(sentinels))}))
-    frame = objective.build_template(vocab)
+    template = objective.build_template(vocab)
     width = max(objective.source_length(data.draw(st.one_of(st.just(64), st.integers(6, 100)), "length")), 6)
-    layout = data.draw(layouts(width, frame.num_special_tokens(), objective.max_documents(width)), "layout")
+    layout = data.draw(layouts(width, template.num_special_tokens(), objective.max_documents(width)), "layout")
     seed = data.draw(st.integers(0, 2**32), "seed")
-    rows = random_rows(layout, width, frame, seed % 1000)
+    rows = random_rows(layout, width, template, seed % 1000)
     rows = rows._replace(input_ids=np.where(rows.maskable, rows.input_ids % 600 + 7, rows.input_ids))
     batch = batch_of(objective, rows, vocab, seed, step=2)
 
-    full = random_rows([[width - frame.num_special_tokens()]], width, frame)
+    full = random_rows([[width - template.num_special_tokens()]], width, template)
     for a, b in zip(batch, batch_of(objective, full, vocab, seed, step=2), strict=True):
         assert (a is None) == (b is None)
         assert a is None or a.shape[1:] == b.shape[1:], "shapes do not depend on the rows"
@@ -217,8 +217,8 @@ def check(batch: Batch, rows: Rows, vocab: Vocabulary) -> None:
         used = batch.labels != IGNORE_INDEX
         assert (np.diff(used.astype(int), axis=-1) <= 0).all(), "unused slots come last"
         assert np.take_along_axis(batch.document_ids, batch.target_positions, 1)[used].min(initial=0) >= 0
-        places = batch.target_positions + T * np.arange(B)[:, None]
-        assert len(set(places[used].tolist())) == used.sum(), "no position is predicted twice"
+        positions = batch.target_positions + T * np.arange(B)[:, None]
+        assert len(set(positions[used].tolist())) == used.sum(), "no position is predicted twice"
     if batch.decoder_input_ids is not None:
         assert batch.decoder_input_ids.shape == batch.decoder_document_ids.shape == batch.labels.shape
         assert (batch.decoder_document_ids[batch.labels != IGNORE_INDEX] >= 0).all()

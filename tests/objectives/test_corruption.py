@@ -57,10 +57,10 @@ def test_targets_of_a_span_share_the_outcome_but_not_the_random_token(
 def hidden(vocab: Vocabulary, mask: float, random: float) -> tuple[np.ndarray, ...]:
     """150,000 targets in rows that also have padding and unused slots."""
     rng = np.random.default_rng(0)
-    real = np.arange(100) < rng.integers(50, 101, size=12_000)[:, None]
-    tokens = np.where(real, rng.choice(vocab.non_special_ids, size=real.shape), PAD)
+    maskable = np.arange(100) < rng.integers(50, 101, size=12_000)[:, None]
+    tokens = np.where(maskable, rng.choice(vocab.non_special_ids, size=maskable.shape), PAD)
     draw = CounterRNG(3, np.arange(len(tokens)))
-    rows = Rows(tokens, real - 1, real - 1, real, draw.index)
+    rows = Rows(tokens, maskable - 1, maskable - 1, maskable, draw.index)
     targets = corruption.select_targets(TokenMasking()(rows, 0.18, draw), 18)
     read, labels = corruption.apply_mlm_noise(tokens, targets, draw, vocab, mask, random)
     return tokens, targets.positions, targets.is_used, read, labels

@@ -32,10 +32,10 @@ def joint(a: np.ndarray, b: np.ndarray, bins: int = 10) -> np.ndarray:
 # --- a pure function ----------------------------------------------------------------------------------------------
 
 
-def by_definition(seed: int, purpose: str, row: int, place: int) -> int:
+def by_definition(seed: int, purpose: str, row: int, position: int) -> int:
     """The 64 bits of one number, with Python's own integers."""
     state, full = 0, 2**64
-    for number in (seed, zlib.crc32(purpose.encode()), row, place):
+    for number in (seed, zlib.crc32(purpose.encode()), row, position):
         x = ((state ^ number % full) + 0x9E3779B97F4A7C15) % full
         x = (x ^ (x >> 30)) * 0xBF58476D1CE4E5B9 % full
         x = (x ^ (x >> 27)) * 0x94D049BB133111EB % full
@@ -46,7 +46,7 @@ def by_definition(seed: int, purpose: str, row: int, place: int) -> int:
 @pytest.mark.parametrize("seed", [0, 7, -1, 2**63])
 def test_numbers_follow_their_definition(seed: int) -> None:
     index = np.array([0, 5, 2**40])
-    bits = [[by_definition(seed, "noise", row, place) for place in range(4)] for row in index.tolist()]
+    bits = [[by_definition(seed, "noise", row, position) for position in range(4)] for row in index.tolist()]
     expected = [[(b >> 40) / 2**24 for b in row] for row in bits]
     assert CounterRNG(seed, index).uniform("noise", 4).tolist() == expected
     expected = [[(b >> 32) * 1000 >> 32 for b in row] for row in bits]
@@ -68,8 +68,10 @@ def test_a_wider_draw_begins_with_the_narrower_one() -> None:
 
 
 def test_uniform_at_equals_uniform() -> None:
-    row, place = np.array([7, 0, 7, 399]), np.array([0, 5, 299, 12])
-    assert draw().uniform_at("tokens", row, place).tolist() == draw().uniform("tokens", WIDTH)[row, place].tolist()
+    row, position = np.array([7, 0, 7, 399]), np.array([0, 5, 299, 12])
+    assert (
+        draw().uniform_at("tokens", row, position).tolist() == draw().uniform("tokens", WIDTH)[row, position].tolist()
+    )
 
 
 def test_drawing_again_changes_nothing() -> None:

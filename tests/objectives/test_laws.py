@@ -259,9 +259,9 @@ def test_sentinels_rise_in_each_document(name: str, rows_for: Maker, apply: Appl
     sides = [(batch.input_ids, batch.document_ids)] + ([] if one_row else [(batch.labels, batch.decoder_document_ids)])
     for tokens, doc in sides:
         number = np.where(tokens >= 900, 999 - tokens, -1)
-        row, place = np.nonzero(number >= 0)
-        key = row * 8 + doc[row, place]
-        found = number[row, place]
+        row, position = np.nonzero(number >= 0)
+        key = row * 8 + doc[row, position]
+        found = number[row, position]
         new = np.diff(key, prepend=-1) != 0
         again = (found == 0) & ~new
         assert (found[new] == 0).all(), "each document counts from 0"
@@ -320,7 +320,7 @@ def test_sentences_are_permuted_and_nothing_else(rows_for: Maker, apply: Applier
     assert (batch.input_ids[~rows.maskable] == rows.input_ids[~rows.maskable]).all()
     assert (batch.document_ids == rows.document_ids).all()
     moved = 0
-    places = np.zeros((3, 3), int)
+    counts_by_position = np.zeros((3, 3), int)
     for b, d, before, after in documents(rows, batch):
         mine = (rows.document_ids[b] == d) & rows.maskable[b]
         units = sentences(before, rows.sentence_end[b][mine].tolist())
@@ -330,10 +330,10 @@ def test_sentences_are_permuted_and_nothing_else(rows_for: Maker, apply: Applier
         if len(units) == 3 and len(set(units)) == 3:
             order = cut_like(after, units)
             for i, unit in enumerate(units):
-                places[i, order.index(unit)] += 1
+                counts_by_position[i, order.index(unit)] += 1
     assert moved > 1000
-    assert places.sum() > 500
-    assert stats.chisquare(places.ravel()).pvalue > UNLIKELY, "any sentence can move to any position"
+    assert counts_by_position.sum() > 500
+    assert stats.chisquare(counts_by_position.ravel()).pvalue > UNLIKELY, "any sentence can move to any position"
 
 
 def cut_like(text: list[int], units: list[tuple[int, ...]]) -> list[tuple[int, ...]]:
@@ -399,9 +399,9 @@ def test_infilled_spans_have_their_distribution(
     monkeypatch.setattr(noise_mask, "sample_span_starts_and_lengths", remember)
     rows = rows_for(BARTDenoising(), 200_000 // length, length, documents)
     batch = apply(bart(infill=0.3), rows)
-    units, frames = rows.maskable.sum(1), (~rows.maskable & (rows.document_ids >= 0)).sum(1)
+    units, num_special = rows.maskable.sum(1), (~rows.maskable & (rows.document_ids >= 0)).sum(1)
     masks = (batch.input_ids == MASK).sum(1)
-    removed = units - ((batch.document_ids >= 0).sum(1) - frames - masks)
+    removed = units - ((batch.document_ids >= 0).sum(1) - num_special - masks)
 
     lengths = drawn[0][0][drawn[0][0] >= 0]
     assert lawful(lengths, noise_mask.poisson_length_probs(3.0)) > UNLIKELY
@@ -415,8 +415,8 @@ def test_infilled_spans_have_their_distribution(
 def test_lengths_of_infilled_spans_can_be_read_off_the_text(count: int, rows_for: Maker, apply: Applier) -> None:
     """In text that counts upwards the neighbours of a mask give the length of its span."""
     rows = rows_for(BARTDenoising(), 1500, 128, count)
-    place = np.cumsum(rows.maskable, 1) + 6
-    rows = rows._replace(input_ids=np.where(rows.maskable, place, rows.input_ids))
+    position = np.cumsum(rows.maskable, 1) + 6
+    rows = rows._replace(input_ids=np.where(rows.maskable, position, rows.input_ids))
     batch = apply(bart(infill=0.3), rows)
     found = []
     for _, _, before, after in documents(rows, batch):
@@ -435,8 +435,8 @@ def test_lengths_of_infilled_spans_can_be_read_off_the_text(count: int, rows_for
 def test_bart_with_all_noises_keeps_its_rates(rows_for: Maker, apply: Applier) -> None:
     rows = rows_for(BARTDenoising(), 1000, 128, documents=2)
     batch = apply(BARTDenoising(permute=1.0, rotate=0.5, delete=0.1, mask=0.1, infill=0.2), rows)
-    frames = (~rows.maskable & (rows.document_ids >= 0)).sum()
-    masks, text = (batch.input_ids == MASK).sum(), (batch.document_ids >= 0).sum() - frames
+    num_special = (~rows.maskable & (rows.document_ids >= 0)).sum()
+    masks, text = (batch.input_ids == MASK).sum(), (batch.document_ids >= 0).sum() - num_special
     left = rows.maskable.sum() * 0.9  # after deletion
     spans = left * 0.2 / 3
     assert text == pytest.approx(left * 0.8 + spans, rel=0.02)

@@ -55,14 +55,14 @@ def lawful(values: np.ndarray, law: np.ndarray) -> float:
 # --- single tokens ------------------------------------------------------------------------------------------------
 
 
-def bare(real: np.ndarray) -> Rows:
+def bare(maskable: np.ndarray) -> Rows:
     """Rows of which only the text matters."""
-    doc = np.where(real, 0, -1).astype(np.int32)
-    return Rows(np.zeros(real.shape, np.int64), doc, doc, real, np.arange(len(real)))
+    doc = np.where(maskable, 0, -1).astype(np.int32)
+    return Rows(np.zeros(maskable.shape, np.int64), doc, doc, maskable, np.arange(len(maskable)))
 
 
-def tokens(real: np.ndarray, rate: float, seed: int = 1) -> np.ndarray:
-    return TokenMasking()(bare(real), rate, draw(len(real), seed))
+def tokens(maskable: np.ndarray, rate: float, seed: int = 1) -> np.ndarray:
+    return TokenMasking()(bare(maskable), rate, draw(len(maskable), seed))
 
 
 def first_real(*counts: int, width: int = 20) -> np.ndarray:
@@ -85,8 +85,8 @@ def test_the_share_is_exact_and_text_has_at_least_one() -> None:
 
 
 def test_only_text_is_chosen() -> None:
-    real = np.random.default_rng(0).random((500, 40)) < np.linspace(0, 1, 500)[:, None]
-    assert not tokens(real, 0.3)[~real].any()
+    maskable = np.random.default_rng(0).random((500, 40)) < np.linspace(0, 1, 500)[:, None]
+    assert not tokens(maskable, 0.3)[~maskable].any()
 
 
 def test_the_number_of_slots_depends_on_the_width_alone() -> None:
@@ -105,8 +105,8 @@ def test_extreme_rates_and_widths(rate: float, width: int) -> None:
 
 def test_every_set_of_positions_is_equally_likely() -> None:
     # Two of the six maskable positions, with others between them: 15 sets.
-    real = np.tile([True, False, True, True, False, True, True, True], (120_000, 1))
-    mask = tokens(real, 1 / 3)
+    maskable = np.tile([True, False, True, True, False, True, True, True], (120_000, 1))
+    mask = tokens(maskable, 1 / 3)
     assert (mask.sum(1) == 2).all()
     sets = {pair: i for i, pair in enumerate(combinations([0, 2, 3, 5, 6, 7], 2))}
     found = [sets[tuple(pair)] for pair in np.nonzero(mask)[1].reshape(-1, 2).tolist()]
@@ -123,15 +123,15 @@ class Coarse(CounterRNG):
 def test_equal_keys_are_ordered_by_position() -> None:
     coarse = Coarse(0, np.arange(20))
     mask = TokenMasking()(bare(np.ones((20, 200), bool)), 0.15, coarse)
-    for places, keys in zip(mask, coarse.uniform("tokens", 200).tolist(), strict=True):
-        assert np.flatnonzero(places).tolist() == sorted(sorted(range(200), key=lambda i: (keys[i], i))[:30])
+    for masked, keys in zip(mask, coarse.uniform("tokens", 200).tolist(), strict=True):
+        assert np.flatnonzero(masked).tolist() == sorted(sorted(range(200), key=lambda i: (keys[i], i))[:30])
 
-    doc, real = layout(*[[100, 99]] * 20, width=201)
+    doc, maskable = layout(*[[100, 99]] * 20, width=201)
     noise, count = np.full(20, 60), np.full(20, 20)
-    together = noise_mask.t5_noise_mask(doc, real, noise, count, coarse)
+    together = noise_mask.t5_noise_mask(doc, maskable, noise, count, coarse)
     for i in range(20):
         one = slice(i, i + 1)
-        alone = noise_mask.t5_noise_mask(doc[one], real[one], noise[one], count[one], Coarse(0, np.array([i])))
+        alone = noise_mask.t5_noise_mask(doc[one], maskable[one], noise[one], count[one], Coarse(0, np.array([i])))
         assert (alone == together[i]).all()
 
 
@@ -177,10 +177,10 @@ def greedy(units: list[list[int]], keys: list[float], count: int) -> list[int]:
 def words_of(rows: Rows, b: int) -> list[list[int]]:
     """Return the positions of each word."""
     words: list[list[int]] = []
-    for place in np.flatnonzero(rows.maskable[b]).tolist():
-        if rows.word_start[b, place]:
+    for position in np.flatnonzero(rows.maskable[b]).tolist():
+        if rows.word_start[b, position]:
             words.append([])
-        words[-1].append(place)
+        words[-1].append(position)
     return words
 
 
@@ -319,9 +319,9 @@ def test_a_row_with_little_text_gets_what_fits() -> None:
     length, start = noise_mask.sample_span_starts_and_lengths(
         noise_mask.poisson_length_probs(3.0), 0.9 * units, units, draw(5)
     )
-    for n, sizes, places in zip(units, length, start, strict=True):
+    for n, sizes, starts in zip(units, length, start, strict=True):
         used = sizes >= 0
-        assert (places[used] + sizes[used] <= n).all()
+        assert (starts[used] + sizes[used] <= n).all()
     assert (length[0] < 0).all()
 
 
@@ -330,27 +330,29 @@ def test_scattered_spans_of_a_row_do_not_depend_on_the_others() -> None:
     length, start = noise_mask.sample_span_starts_and_lengths(SpanMasking().length_probs, 0.15 * units, units, draw(40))
     for i in range(40):
         n, used = units[i : i + 1], length[i] >= 0
-        alone, places = noise_mask.sample_span_starts_and_lengths(
+        alone, starts = noise_mask.sample_span_starts_and_lengths(
             SpanMasking().length_probs, 0.15 * n, n, CounterRNG(1, np.array([i]))
         )
         assert alone[0][alone[0] >= 0].tolist() == length[i][used].tolist()
-        assert places[0][alone[0] >= 0].tolist() == start[i][used].tolist()
+        assert starts[0][alone[0] >= 0].tolist() == start[i][used].tolist()
 
 
 def test_windows_by_hand(written: Callable[..., CounterRNG]) -> None:
     # A quarter: windows of 4, 8 and 4 for spans of 1, 2 and 1. Two positions at the start and a later one are not text.
-    real = np.array([[0, 0, 1, 1, 1, 1, 1, 0, 1, 1, 1, 1, 1, 1, 1]], bool)
-    draws = written(bare(real), span_lengths=[[0, 1, 0]], span_places=[[0.5, 0.8, 0.0]])
+    maskable = np.array([[0, 0, 1, 1, 1, 1, 1, 0, 1, 1, 1, 1, 1, 1, 1]], bool)
+    draws = written(bare(maskable), span_lengths=[[0, 1, 0]], span_places=[[0.5, 0.8, 0.0]])
     # The third token of the first four; of the next eight the sixth and seventh, that is the tenth and eleventh.
-    assert noise_mask.sample_windowed_spans(real, 0.25, 2, draws).astype(int).tolist() == [
+    assert noise_mask.sample_windowed_spans(maskable, 0.25, 2, draws).astype(int).tolist() == [
         [0, 0, 0, 0, 1, 0, 0, 0, 0, 0, 0, 0, 1, 1, 0]
     ]
 
 
 @pytest.mark.parametrize(("share", "longest"), [(1 / 6, 5), (0.25, 1), (0.3, 1), (0.3, 5), (0.7, 3), (0.9, 5)])
 def test_windows_have_their_rate(share: float, longest: int) -> None:
-    real = np.ones((800, 128), bool)
-    assert noise_mask.sample_windowed_spans(real, share, longest, draw(800)).mean() == pytest.approx(share, abs=0.005)
+    maskable = np.ones((800, 128), bool)
+    assert noise_mask.sample_windowed_spans(maskable, share, longest, draw(800)).mean() == pytest.approx(
+        share, abs=0.005
+    )
 
 
 @pytest.mark.parametrize("changes", [{"p": 0.0}, {"p": 1.0}, {"p": float("nan")}, {"max_span_length": 0}])
@@ -382,20 +384,20 @@ def test_noise_of_a_row_does_not_depend_on_the_others(
 
 def layout(*rows: list[int], width: int) -> tuple[np.ndarray, np.ndarray]:
     """Return `doc` and `maskable` of documents with the given numbers of tokens and an end token each, then padding."""
-    doc, real = np.full((len(rows), width), -1, np.int32), np.zeros((len(rows), width), bool)
+    doc, maskable = np.full((len(rows), width), -1, np.int32), np.zeros((len(rows), width), bool)
     for b, lengths in enumerate(rows):
         at = 0
         for d, n in enumerate(lengths):
-            doc[b, at : at + n + 1], real[b, at : at + n] = d, True
+            doc[b, at : at + n + 1], maskable[b, at : at + n] = d, True
             at += n + 1
-    return doc, real
+    return doc, maskable
 
 
 def spans(rows: list[list[int]], width: int, noise: int, count: int, seed: int = 1) -> np.ndarray:
     """The same numbers of noise tokens and spans for all rows."""
-    doc, real = layout(*rows, width=width)
+    doc, maskable = layout(*rows, width=width)
     every = np.ones(len(rows), np.int64)
-    return noise_mask.t5_noise_mask(doc, real, noise * every, count * every, draw(len(rows), seed))
+    return noise_mask.t5_noise_mask(doc, maskable, noise * every, count * every, draw(len(rows), seed))
 
 
 def runs(mask: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
@@ -424,7 +426,7 @@ def runs(mask: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
 def test_spans_where_there_is_only_one_way(lengths: list[int], noise: int, count: int, expected: str) -> None:
     padding = "  "
     for mask in spans([lengths] * 20, len(expected + padding), noise, count):
-        assert [place == "X" for place in expected + padding] == mask.tolist()
+        assert [position == "X" for position in expected + padding] == mask.tolist()
 
 
 def test_every_way_is_equally_likely() -> None:
@@ -478,10 +480,10 @@ def some_rows(count: int, width: int, seed: int = 0) -> list[list[int]]:
 @pytest.mark.parametrize(("noise", "count"), [(21, 7), (21, 1), (52, 50), (70, 50)])
 def test_the_counts_of_a_row_are_exact_and_no_span_crosses_a_document_boundary(noise: int, count: int) -> None:
     rows = some_rows(1000, 142)
-    doc, real = layout(*rows, width=142)
+    doc, maskable = layout(*rows, width=142)
     mask = spans(rows, 142, noise, count)
     assert (mask.sum(1) == noise).all()
-    assert not mask[~real].any()
+    assert not mask[~maskable].any()
     for b, lengths in enumerate(rows):
         starts, sizes = runs(mask[b])
         assert len(starts) == count
@@ -516,10 +518,10 @@ def test_noise_that_does_not_fit_goes_to_another_document() -> None:
 
 def test_spans_of_a_row_do_not_depend_on_the_others() -> None:
     rows = some_rows(40, 142)
-    doc, real = layout(*rows, width=142)
+    doc, maskable = layout(*rows, width=142)
     noise, count = np.arange(40) % 8 + 8, np.arange(40) % 8 + 1
-    together = noise_mask.t5_noise_mask(doc, real, noise, count, draw(40))
+    together = noise_mask.t5_noise_mask(doc, maskable, noise, count, draw(40))
     for i in range(40):
         one = slice(i, i + 1)
-        alone = noise_mask.t5_noise_mask(doc[one], real[one], noise[one], count[one], CounterRNG(1, np.array([i])))
+        alone = noise_mask.t5_noise_mask(doc[one], maskable[one], noise[one], count[one], CounterRNG(1, np.array([i])))
         assert (alone[0] == together[i]).all()

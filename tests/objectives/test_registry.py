@@ -152,9 +152,9 @@ def test_real_rows_have_every_token_once(tmp_path: Path, objective: Any, longest
     lengths = np.random.default_rng(0).integers(1, longest + 1, size=6000 // longest + 20).tolist()
     width = objective.source_length(64)
     most = objective.max_documents(width)
-    frame = objective.build_template(MANY)
+    template = objective.build_template(MANY)
     source = PackedDataset(
-        FakeShards(tmp_path, lengths), width, frame, PAD, 1, max_documents_per_row=most, allow_short=True
+        FakeShards(tmp_path, lengths), width, template, PAD, 1, max_documents_per_row=most, allow_short=True
     )
     rows = source.get_rows(np.arange(source.num_rows))
     batch = objective(rows, CounterRNG(1, rows.stream_index), MANY)

@@ -31,23 +31,23 @@ SPECIAL = (PAD, END, UNK, CLS, SEP, MASK, BOS, *sorted(SENTINELS))
 VOCAB = Vocabulary(len(SENTINEL), PAD, UNK, None, END, CLS, SEP, MASK, SENTINELS, SPECIAL)
 
 
-def make_rows(layout: list[list[int]], width: int, frame: SequenceTemplate) -> Rows:
+def make_rows(layout: list[list[int]], width: int, template: SequenceTemplate) -> Rows:
     """Rows of documents with the given numbers of tokens; each token of a batch is unique."""
     shape = (len(layout), width)
     tokens, doc, position = np.full(shape, PAD), np.full(shape, -1, np.int32), np.zeros(shape, np.int32)
-    real, word = np.zeros(shape, bool), TEXT
-    before = len(frame.prefix_ids)
+    maskable, word = np.zeros(shape, bool), TEXT
+    before = len(template.prefix_ids)
     for b, lengths in enumerate(layout):
         at = 0
         for d, n in enumerate(lengths):
-            end = at + n + frame.num_special_tokens()
-            tokens[b, at:end] = [*frame.prefix_ids, *range(word, word + n), *frame.suffix_ids]
+            end = at + n + template.num_special_tokens()
+            tokens[b, at:end] = [*template.prefix_ids, *range(word, word + n), *template.suffix_ids]
             doc[b, at:end], position[b, at:end] = d, np.arange(end - at)
-            real[b, at + before : at + before + n] = True
+            maskable[b, at + before : at + before + n] = True
             at, word = end, word + n
         assert at <= width
     assert word <= VOCAB.size
-    return Rows(tokens, doc, position, real, np.arange(len(layout)))
+    return Rows(tokens, doc, position, maskable, np.arange(len(layout)))
 
 
 def divide(total: int, parts: int, rng: np.random.Generator) -> list[int]:

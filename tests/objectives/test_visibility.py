@@ -66,8 +66,8 @@ def test_random_prefix_by_hand(picture: Callable[..., Rows], written: Callable[.
 def test_prefixes_of_all_lengths_are_equally_likely() -> None:
     doc = np.repeat(np.repeat([[0, 1]], 6, 1), 30_000, 0)
     prefix = visibility.sample_prefix_lengths(doc, CounterRNG(1, np.arange(30_000)))
-    for place in (0, 6):
-        counts = np.bincount(prefix[:, place], minlength=7)
+    for position in (0, 6):
+        counts = np.bincount(prefix[:, position], minlength=7)
         assert counts[0] == counts[6] == 0, "some context, and some targets"
         assert stats.chisquare(counts[1:6]).pvalue > UNLIKELY
     table = np.bincount(6 * prefix[:, 0] + prefix[:, 6], minlength=36).reshape(6, 6)[1:, 1:]
@@ -206,9 +206,9 @@ def test_prefix_lm(rows_for: Maker, apply: Applier) -> None:
     for b in range(12):
         free = np.ones(48, bool)
         for d in range(batch.document_ids[b].max() + 1):
-            places = np.flatnonzero(batch.document_ids[b] == d)
-            predicted = places[batch.labels[b][places] != IGNORE_INDEX]
-            assert predicted.tolist() == list(range(predicted[0], places[-1])), (
+            positions = np.flatnonzero(batch.document_ids[b] == d)
+            predicted = positions[batch.labels[b][positions] != IGNORE_INDEX]
+            assert predicted.tolist() == list(range(predicted[0], positions[-1])), (
                 "from the last position of the prefix on"
             )
             free[predicted + 1] = False
@@ -221,9 +221,9 @@ def test_one_stack(prefix: bool, rows_for: Maker, apply: Applier) -> None:
     for b in range(12):
         free = np.zeros(batch.input_ids.shape[1], bool)
         for d in range(batch.document_ids[b].max() + 1):
-            places = np.flatnonzero(batch.document_ids[b] == d)
-            text_end = np.flatnonzero(batch.input_ids[b][places] == END)[0]
-            free[places[: text_end + 1]] = True
+            positions = np.flatnonzero(batch.document_ids[b] == d)
+            text_end = np.flatnonzero(batch.input_ids[b][positions] == END)[0]
+            free[positions[: text_end + 1]] = True
         expected = prefixed(batch.document_ids[b], free) if prefix else causal(batch.document_ids[b])
         assert same_sight(batch, b, expected, causal=True)
 
@@ -235,7 +235,8 @@ def test_permutation_lm(rows_for: Maker, apply: Applier) -> None:
         special = np.isin(batch.input_ids[b], [CLS, SEP]) & (batch.document_ids[b] >= 0)
         ordered = [*targets, *np.flatnonzero(special).tolist()]
         order = {
-            place: turn for turn, place in enumerate(sorted(ordered, key=lambda place: batch.attention_rank[b, place]))
+            position: turn
+            for turn, position in enumerate(sorted(ordered, key=lambda position: batch.attention_rank[b, position]))
         }
         assert sorted(batch.attention_rank[b, ordered]) == list(range(1, len(ordered) + 1)), (
             "each has a turn of its own"
@@ -265,11 +266,11 @@ def test_bilm_reads_each_way_once(rows_for: Maker, apply: Applier) -> None:
         ]
         assert both[0] == causal(batch.document_ids[b])
         assert both[1] == by_definition(batch.document_ids[b], lambda i, j: j >= i)
-        for place in text(batch, b):  # no position attends to its own label
+        for position in text(batch, b):  # no position attends to its own label
             for way, step in ((0, 1), (1, -1)):
-                if batch.labels[b, way, place] != IGNORE_INDEX:
-                    assert batch.labels[b, way, place] == batch.input_ids[b, place + step]
-                    assert not both[way][place][place + step]
+                if batch.labels[b, way, position] != IGNORE_INDEX:
+                    assert batch.labels[b, way, position] == batch.input_ids[b, position + step]
+                    assert not both[way][position][position + step]
 
 
 @pytest.mark.parametrize("name", ["span-corruption", "salient-spans", "bart", "encoder-decoder-lm", "denoisers"])

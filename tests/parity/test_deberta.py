@@ -46,12 +46,12 @@ V2 = dict(share_att_key=True, position_buckets=6, norm_rel_ebd="layer_norm")
 SETTINGS: dict[str, tuple[str, dict[str, Any]]] = {
     "v1": ("Deberta", {}),
     "v1, near distances": ("Deberta", {"max_relative_positions": 4}),
-    "v1, absolute places and segments": ("Deberta", {"position_biased_input": True, "type_vocab_size": 2}),
+    "v1, absolute positions and segments": ("Deberta", {"position_biased_input": True, "type_vocab_size": 2}),
     "v2": ("DebertaV2", V2 | {"conv_kernel_size": 3, "conv_act": "gelu"}),
     "v2, own projections": ("DebertaV2", {"max_relative_positions": 8}),
     "v2, wide convolution": ("DebertaV2", {"conv_kernel_size": 5, "position_buckets": 4}),
     "v3": ("DebertaV2", V2),
-    "v3, absolute places and segments": ("DebertaV2", V2 | {"position_biased_input": True, "type_vocab_size": 2}),
+    "v3, absolute positions and segments": ("DebertaV2", V2 | {"position_biased_input": True, "type_vocab_size": 2}),
 }
 
 
@@ -95,7 +95,7 @@ def test_classes(name: str, tmp_path: Path) -> None:
     same_gradients(ours, theirs)
 
 
-@pytest.mark.parametrize("name", ["v1", "v1, absolute places and segments", "v2", "v2, wide convolution", "v3"])
+@pytest.mark.parametrize("name", ["v1", "v1, absolute positions and segments", "v2", "v2, wide convolution", "v3"])
 def test_packed_documents_are_read_as_if_alone(name: str, tmp_path: Path) -> None:
     theirs = reference(name)
     theirs.save_pretrained(tmp_path)
@@ -111,7 +111,7 @@ def test_packed_documents_are_read_as_if_alone(name: str, tmp_path: Path) -> Non
 
 OURS: dict[str, ModelConfig] = {
     "v1": deberta(2, 32, 4, V, position=Disentangled(max_distance=8, length=20)),
-    "v1, absolute places": deberta(
+    "v1, absolute positions": deberta(
         2, 32, 4, V, position=Disentangled(16, 16, absolute_embeddings=True), num_segments=2
     ),
     "v2": deberta_v2(

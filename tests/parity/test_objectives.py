@@ -48,25 +48,25 @@ def tokenizer() -> Any:
     return made
 
 
-def make_rows(count: int, length: int, frame: SequenceTemplate, seed: int = 0) -> Rows:
-    """Full rows of one document of random text in its frame; some end in padding, up to a quarter of the row."""
+def make_rows(count: int, length: int, template: SequenceTemplate, seed: int = 0) -> Rows:
+    """Rows of one document of random text with its special tokens; some end in padding, up to a quarter of the row."""
     rng = np.random.default_rng(seed)
-    place, before, after = np.arange(length), len(frame.prefix_ids), len(frame.suffix_ids)
+    position, before, after = np.arange(length), len(template.prefix_ids), len(template.suffix_ids)
     filled = np.where(np.arange(count) % 2, length - rng.integers(0, length // 4, count), length)[:, None]
-    real = (place >= before) & (place < filled - after)
-    tokens = np.where(real, rng.integers(6, 900, (count, length)), PAD)
+    maskable = (position >= before) & (position < filled - after)
+    tokens = np.where(maskable, rng.integers(6, 900, (count, length)), PAD)
     if before:
-        tokens[:, :before] = frame.prefix_ids
+        tokens[:, :before] = template.prefix_ids
     if after:
-        tokens[(place >= filled - after) & (place < filled)] = frame.suffix_ids[0]
-    doc = np.where(place < filled, 0, -1).astype(np.int32)
-    starts = real & ((rng.random((count, length)) < 0.6) | (place == before))
+        tokens[(position >= filled - after) & (position < filled)] = template.suffix_ids[0]
+    doc = np.where(position < filled, 0, -1).astype(np.int32)
+    starts = maskable & ((rng.random((count, length)) < 0.6) | (position == before))
     index = np.arange(count)
-    return Rows(tokens, doc, np.where(doc < 0, 0, place).astype(np.int32), real, index, word_start=starts)
+    return Rows(tokens, doc, np.where(doc < 0, 0, position).astype(np.int32), maskable, index, word_start=starts)
 
 
 def collate(collator: Any, rows: Rows) -> dict[str, np.ndarray]:
-    """What a collator of theirs makes of the same rows, told what it wants to be told."""
+    """What a collator of theirs makes of the same rows, with the inputs that it needs."""
     if isinstance(collator, transformers.DataCollatorForPermutationLanguageModeling):
         return collator([{"input_ids": row} for row in rows.input_ids.tolist()])
     examples = [
@@ -126,17 +126,19 @@ def test_masks_follow_the_laws_of_the_published_collator(tokenizer: Any, tensors
         "ours": (asked_mask(batch), batch.input_ids),
         "theirs": (theirs["labels"] != IGNORE_INDEX, theirs["input_ids"]),
     }
-    facts, places = {}, {}
-    for side, (asked, read) in sides.items():
-        assert not asked[~rows.maskable].any()
-        assert (read[~asked] == rows.input_ids[~asked]).all()
-        masked, kept = read[asked] == MASK, read[asked] == rows.input_ids[asked]
-        facts[side] = [asked.sum() / rows.maskable.sum(), masked.mean(), kept.mean(), (~masked & ~kept).mean()]
-        places[side] = np.nonzero(asked)[1]
+    facts, target_positions = {}, {}
+    for side, (is_target, read) in sides.items():
+        assert not is_target[~rows.maskable].any()
+        assert (read[~is_target] == rows.input_ids[~is_target]).all()
+        masked, kept = read[is_target] == MASK, read[is_target] == rows.input_ids[is_target]
+        facts[side] = [is_target.sum() / rows.maskable.sum(), masked.mean(), kept.mean(), (~masked & ~kept).mean()]
+        target_positions[side] = np.nonzero(is_target)[1]
     assert facts["ours"][0] == pytest.approx(facts["theirs"][0], abs=0.005)
     assert facts["ours"][1:] == pytest.approx(facts["theirs"][1:], abs=0.01)
     assert (theirs["labels"][sides["theirs"][0]] == rows.input_ids[sides["theirs"][0]]).all()
-    assert alike(places["ours"] // 8, places["theirs"] // 8) > UNLIKELY, "each part of the row as often"
+    assert alike(target_positions["ours"] // 8, target_positions["theirs"] // 8) > UNLIKELY, (
+        "each part of the row as often"
+    )
 
 
 def test_whole_words_beside_the_published_collator(tokenizer: Any) -> None:
@@ -152,14 +154,14 @@ def test_whole_words_beside_the_published_collator(tokenizer: Any) -> None:
     word = np.cumsum(rows.word_start, 1) + 200 * rows.stream_index[:, None]
     size = np.bincount(word[rows.maskable], minlength=word.max() + 1)
     sizes = {}
-    for side, asked, read in (
+    for side, is_target, read in (
         ("ours", asked_mask(batch), batch.input_ids),
         ("theirs", theirs["labels"] != IGNORE_INDEX, theirs["input_ids"]),
     ):
-        hidden = np.bincount(word[asked], minlength=len(size))
+        hidden = np.bincount(word[is_target], minlength=len(size))
         assert ((hidden == 0) | (hidden == size)).all(), "words are whole"
-        assert (read[asked] == MASK).all()
-        assert asked.sum() / rows.maskable.sum() == pytest.approx(0.15, abs=0.01)
+        assert (read[is_target] == MASK).all()
+        assert is_target.sum() / rows.maskable.sum() == pytest.approx(0.15, abs=0.01)
         sizes[side] = np.bincount(hidden[hidden > 0], minlength=12)[1:5] / (hidden > 0).sum()
     # Theirs tosses a coin for each word. Ours, like BERT's published preprocessing, fills the slots of a row and
     # passes over words that no longer fit, so that single tokens are a little more frequent.
@@ -193,7 +195,7 @@ def test_permutation_lm_beside_the_published_collator(tokenizer: Any) -> None:
 
     # Who may not see whom: given their targets and their order, our rule says the same.
     for hidden, mask in zip(target[:100], np.asarray(parts[0]["perm_mask"]).astype(bool), strict=True):
-        turn = (~mask[:, hidden]).sum(1)  # how many targets each place sees: for a target, those before it
+        turn = (~mask[:, hidden]).sum(1)  # how many targets each position sees: for a target, those before it
         rank = np.where(hidden, turn + 1, 0)
         assert sorted(rank[hidden]) == list(range(1, hidden.sum() + 1))
         content, query = visibility.visibility_matrix(None, rank), visibility.visibility_matrix(None, rank, strict=True)

@@ -26,7 +26,7 @@ from firth.tokens import train_tokenizer
 transformers = pytest.importorskip("transformers")
 V, T = 61, 9
 RANK = torch.tensor([[0, 2, 0, 1, 0, 3, 0, 0, 4], [1, 0, 0, 0, 0, 0, 3, 2, 0]])  # 0 comes free, the rest in this order
-ASKED = torch.tensor([[1, 3, 5, 8], [0, 6, 7, 0]])  # the last slot of the second row is not used
+TARGETS = torch.tensor([[1, 3, 5, 8], [0, 6, 7, 0]])  # the last slot of the second row is not used
 SEGMENT = torch.tensor([[0, 0, 0, 0, 1, 1, 1, 1, 1], [0, 0, 1, 1, 1, 1, 1, 1, 1]])
 TOKENS = torch.randint(2, V, (2, T), generator=torch.Generator().manual_seed(1))
 MASK = torch.tensor([[1] * 9, [1] * 6 + [0] * 3])
@@ -60,10 +60,10 @@ def test_the_content_stream(padded: bool, segments: bool, tmp_path: Path) -> Non
     same_gradients(ours, theirs)
 
 
-def as_they_ask(rank: Tensor, asked: Tensor) -> dict[str, Tensor]:
+def as_they_ask(rank: Tensor, targets: Tensor) -> dict[str, Tensor]:
     """The order of prediction as `perm_mask`, the target positions as `target_mapping`."""
     sees = (rank[:, None, :] < rank[:, :, None]) | ((rank[:, :, None] == 0) & (rank[:, None, :] == 0))
-    return {"perm_mask": (~sees).float(), "target_mapping": torch.nn.functional.one_hot(asked, T).float()}
+    return {"perm_mask": (~sees).float(), "target_mapping": torch.nn.functional.one_hot(targets, T).float()}
 
 
 @pytest.mark.parametrize("segments", [False, True], ids=["one", "segments"])
@@ -71,11 +71,11 @@ def test_both_streams(segments: bool, tmp_path: Path) -> None:
     theirs, ours = pair_of(tmp_path, transformers.XLNetLMHeadModel(tiny()))
     segment = SEGMENT if segments else None
     batch = Batch(
-        TOKENS, attention_rank=RANK, target_positions=ASKED, token_type_ids=segment, labels=TOKENS.gather(1, ASKED)
+        TOKENS, attention_rank=RANK, target_positions=TARGETS, token_type_ids=segment, labels=TOKENS.gather(1, TARGETS)
     )
-    used = torch.ones_like(ASKED).bool()
+    used = torch.ones_like(TARGETS).bool()
     used[1, 3] = False
-    given = as_they_ask(RANK, ASKED)
+    given = as_they_ask(RANK, TARGETS)
     given["target_mapping"] *= used[:, :, None]
     out = theirs(TOKENS, token_type_ids=segment, **given)
     assert_close(ours.logits(batch)[used], out.logits[used], **CLOSE)
@@ -89,9 +89,9 @@ def test_both_streams(segments: bool, tmp_path: Path) -> None:
 def test_packed_documents_are_read_as_if_alone(tmp_path: Path) -> None:
     theirs, ours = pair_of(tmp_path, transformers.XLNetLMHeadModel(tiny()))
     doc = torch.tensor([[0] * 4 + [1] * 5])
-    batch = Batch(TOKENS[:1], document_ids=doc, attention_rank=RANK[:1], target_positions=ASKED[:1])
-    first = as_they_ask(RANK[:1, :4], ASKED[:1, :2])
-    second = as_they_ask(RANK[:1, 4:], ASKED[:1, 2:] - 4)
+    batch = Batch(TOKENS[:1], document_ids=doc, attention_rank=RANK[:1], target_positions=TARGETS[:1])
+    first = as_they_ask(RANK[:1, :4], TARGETS[:1, :2])
+    second = as_they_ask(RANK[:1, 4:], TARGETS[:1, 2:] - 4)
     for part, given, slots in ((slice(0, 4), first, slice(0, 2)), (slice(4, 9), second, slice(2, 4))):
         given["target_mapping"] = given["target_mapping"][:, :, : part.stop - part.start]
         wanted = theirs(TOKENS[:1, part], **given).logits
@@ -110,9 +110,9 @@ def test_memory(segments: bool, tmp_path: Path) -> None:
         ours.zero_grad()
         theirs.zero_grad()
         if i == 2:
-            asked = ASKED[:, :3]
-            batch = Batch(piece, attention_rank=RANK, target_positions=asked, token_type_ids=seg)
-            out = theirs(piece, token_type_ids=seg, mems=mems, use_mems=True, **as_they_ask(RANK, asked))
+            targets = TARGETS[:, :3]
+            batch = Batch(piece, attention_rank=RANK, target_positions=targets, token_type_ids=seg)
+            out = theirs(piece, token_type_ids=seg, mems=mems, use_mems=True, **as_they_ask(RANK, targets))
             logits = ours.logits(batch)
         else:
             out = theirs(piece, token_type_ids=seg, mems=mems, use_mems=True)
@@ -153,8 +153,8 @@ def test_to_transformers(classes: bool, tmp_path: Path) -> None:
     assert_close(ours(TOKENS).logits, theirs(TOKENS).logits, **CLOSE)
     assert load_model(tmp_path).config == config
     if not classes:
-        batch = Batch(TOKENS[:1], attention_rank=RANK[:1], target_positions=ASKED[:1])
-        wanted = theirs(TOKENS[:1], **as_they_ask(RANK[:1], ASKED[:1])).logits
+        batch = Batch(TOKENS[:1], attention_rank=RANK[:1], target_positions=TARGETS[:1])
+        wanted = theirs(TOKENS[:1], **as_they_ask(RANK[:1], TARGETS[:1])).logits
         assert_close(ours.logits(batch), wanted, **CLOSE)
 
 

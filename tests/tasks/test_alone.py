@@ -125,8 +125,10 @@ def test_similarity_packs_both_orders() -> None:
             if not np.isnan(value):
                 first, second = batch.target_positions[row, 2 * k : 2 * k + 2]
                 item = items[int(value)]
-                for place, sheet in ((first, item.sequences[0]), (second, item.sequences[1])):
-                    assert batch.input_ids[row, place - sheet.num_tokens + 1 : place + 1].tolist() == sheet.ids
+                for position, sequence in ((first, item.sequences[0]), (second, item.sequences[1])):
+                    assert (
+                        batch.input_ids[row, position - sequence.num_tokens + 1 : position + 1].tolist() == sequence.ids
+                    )
 
 
 def test_a_decoder_has_an_auxiliary_lm_loss() -> None:

@@ -73,12 +73,12 @@ def test_pairs_with_a_repeated_text_are_excluded() -> None:
     task, _ = made("bert", known)
     batch = task.collate(task.encode(known))
     assert batch.num_targets == 3
-    places = {}
+    token_by_text = {}
     for row, slot in zip(*np.nonzero(batch.group_ids >= 0), strict=True):
-        places[batch.group_ids[row, slot], batch.task_labels[row, slot]] = batch.input_ids[
+        token_by_text[batch.group_ids[row, slot], batch.task_labels[row, slot]] = batch.input_ids[
             row, batch.target_positions[row, slot] + 1
         ]
-    words = {key: task.tokenizer.backend.id_to_token(int(i)) for key, i in places.items()}
+    words = {key: task.tokenizer.backend.id_to_token(int(i)) for key, i in token_by_text.items()}
     assert words == {(0, 0): "a", (0, 1): "a", (1, 0): "red", (1, 1): "blue", (2, 0): "near", (2, 1): "near"}
 
 
@@ -197,9 +197,9 @@ def test_from_a_file_to_scores(family: str, tmp_path: Path) -> None:
     mask = read["attention_mask"][..., None]
     mean = torch.nn.functional.normalize((states * mask).sum(1) / mask.sum(1), dim=-1)
     np.testing.assert_allclose(mean.numpy(), embed_texts(final, texts, normalise=True), atol=1e-5)
-    as_it_is = embed_texts(tmp_path / "checkpoint", texts)  # before it was tuned: in the same frame
+    as_it_is = embed_texts(tmp_path / "checkpoint", texts)  # before it was tuned: with the same special tokens
     read = transformers.AutoTokenizer.from_pretrained(tmp_path / "checkpoint")(texts, padding=True, return_tensors="pt")
-    if family == "t5":  # whose tokenizer has its frame from the task
+    if family == "t5":  # the task gives its tokenizer the template
         return
     theirs = transformers.AutoModel.from_pretrained(tmp_path / "checkpoint").eval()
     with torch.no_grad():

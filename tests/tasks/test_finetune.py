@@ -131,7 +131,7 @@ def test_three_architectures_learn_to_classify(
         assert sum(p["scores"].values()) == pytest.approx(1)
         assert max(p["scores"], key=p["scores"].get) == p["prediction"]
 
-    # the same checkpoint, scored by the other verb
+    # the same checkpoint, scored by the other command
     again = evaluate(run / "final", "classify", toy["dev"], tmp_path / "scores")
     assert again["metrics"]["accuracy"] == result["accuracy"]
     assert [p["prediction"] for p in predictions(tmp_path / "scores")] == [p["prediction"] for p in found]
@@ -256,11 +256,11 @@ def test_resume_skips_finished_seeds_and_gives_equal_results(
 
 def test_from_scratch_is_another_model(checkpoint_of: Checkpoints, toy: Toy, tmp_path: Path) -> None:
     trained = first(recipe(checkpoint_of("bert"), toy, tmp_path))
-    twin = first(recipe(checkpoint_of("bert"), toy, tmp_path, from_scratch=True))
-    assert twin.config == trained.config
+    scratch = first(recipe(checkpoint_of("bert"), toy, tmp_path, from_scratch=True))
+    assert scratch.config == trained.config
     base = load_model(checkpoint_of("bert"))
     assert torch.equal(trained.embed.tokens.weight, base.embed.tokens.weight)
-    assert not torch.equal(twin.embed.tokens.weight, base.embed.tokens.weight)
+    assert not torch.equal(scratch.embed.tokens.weight, base.embed.tokens.weight)
     result = finetune(recipe(checkpoint_of("bert"), toy, tmp_path / "run", from_scratch=True, max_steps=2))
     assert result["from_scratch"] is True
 
@@ -367,8 +367,8 @@ def test_shots_limit_the_training_examples(
     monkeypatch.setattr(module, "summarize_seeds", lambda *a: {})
     finetune(recipe(checkpoint_of("bert"), toy, tmp_path / "run", shots=8, seeds=2))
     drawn = [job.train_indices[seed] for job, seed in seen]
-    for (job, _), places in zip(seen, drawn, strict=True):
-        assert sorted(job.train_items[i].label for i in places) == [0] * 4 + [1] * 4
+    for (job, _), indices in zip(seen, drawn, strict=True):
+        assert sorted(job.train_items[i].label for i in indices) == [0] * 4 + [1] * 4
     assert drawn[0] != drawn[1], "each seed draws its own"
 
 
@@ -1139,9 +1139,9 @@ def test_pooling_by_first_state_or_mean(checkpoint_of: Checkpoints, toy: Toy, tm
 def test_notes_json_lists_all_affected_examples(
     checkpoint_of: Checkpoints, toy: Toy, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    asked = {"question": "what", "context": "I saw the cat", "answers": ["cat"]}
-    lost = [asked | {"id": f"q{i}", "answers": ["cow"]} for i in range(5)]
-    for name, rows in {"train": [asked, *lost], "dev": [asked, *lost[:2]]}.items():
+    question = {"question": "what", "context": "I saw the cat", "answers": ["cat"]}
+    lost = [question | {"id": f"q{i}", "answers": ["cow"]} for i in range(5)]
+    for name, rows in {"train": [question, *lost], "dev": [question, *lost[:2]]}.items():
         (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     files = {part: str(tmp_path / f"{part}.jsonl") for part in ("train", "dev")}
     r = recipe(checkpoint_of("bert"), toy, tmp_path / "run", task="span-qa", max_steps=1, **files)

@@ -63,7 +63,7 @@ def learned(task: Any, example: Example) -> str:
     (item,) = task.encode([example])
     (line,) = item.parts
     return str(
-        task.tokenizer.decode([line.ids[place + 1] for place in line.target_positions], skip_special_tokens=False)
+        task.tokenizer.decode([line.ids[position + 1] for position in line.target_positions], skip_special_tokens=False)
     )
 
 
@@ -84,7 +84,7 @@ def test_plain_text_is_split_and_all_of_it_is_target() -> None:
     assert task.tokenizer is parts("gpt2")[1]  # nobody speaks, so there is no template
     (item,) = task.encode([text])
     ids, end = task.tokenizer.encode(text.texts[1]), task.tokenizer.vocab.eos
-    assert [line.ids[place + 1] for line in item.parts for place in line.target_positions] == [*ids, end]
+    assert [line.ids[position + 1] for line in item.parts for position in line.target_positions] == [*ids, end]
     assert max(len(line.ids) for line in item.parts) == 8
     assert item.num_bytes == len(text.texts[1])
     assert item.scored_mask.tolist() == [True] * len(ids) + [False]
@@ -180,15 +180,17 @@ def test_packed_equals_unpacked(family: str) -> None:
 def test_eos_of_an_answer_is_trained_but_not_scored(family: str) -> None:
     task, _ = made(family, [DIALOGUE], max_seq_length=100, max_target_length=20)
     (item,) = task.encode([DIALOGUE])
-    asked = [
+    predicted = [
         i
         for part in item.parts
         for i in (
-            part.answer_ids if family in ("t5", "bart") else [part.ids[place + 1] for place in part.target_positions]
+            part.answer_ids
+            if family in ("t5", "bart")
+            else [part.ids[position + 1] for position in part.target_positions]
         )
     ]
-    scored = [i for i, of_the_text in zip(asked, item.scored_mask, strict=True) if of_the_text]
-    assert task.template.eos_id in asked
+    scored = [i for i, of_the_text in zip(predicted, item.scored_mask, strict=True) if of_the_text]
+    assert task.template.eos_id in predicted
     assert not set(scored) & set(task.tokenizer.vocab.special_ids)
     assert "".join(task.tokenizer.decode(scored).split()) == "neartherivernearthefox"
 

@@ -34,10 +34,10 @@ def test_entity_markers() -> None:
 def test_an_encoder_reads_both_start_markers(family: str) -> None:
     example = Example(0, (TEXT,), "home", (CAT, RIVER))
     task = made("relation", family, example, 60 if family == "xlnet" else 32)
-    ((sheet,),) = [item.sequences for item in task.encode([example])]
-    signs = [task.tokenizer.decode([sheet.ids[place]]).strip() for place in sheet.target_positions]
+    ((sequence,),) = [item.sequences for item in task.encode([example])]
+    signs = [task.tokenizer.decode([sequence.ids[position]]).strip() for position in sequence.target_positions]
     assert signs == ["@", "#"]
-    assert sheet.target_positions[0] < sheet.target_positions[1]
+    assert sequence.target_positions[0] < sequence.target_positions[1]
     assert task.configure_model(parts(family)[0]).head.num_marked == 2
 
 
@@ -45,9 +45,9 @@ def test_an_encoder_reads_both_start_markers(family: str) -> None:
 def test_a_decoder_reads_the_last_position(family: str) -> None:
     example = Example(0, (TEXT,), "home", (CAT, RIVER))
     task = made("relation", family, example)
-    ((sheet,),) = [item.sequences for item in task.encode([example])]
-    assert sheet.target_positions == (sheet.num_tokens - 1,)
-    assert "@ cat @" in task.tokenizer.decode(sheet.ids)
+    ((sequence,),) = [item.sequences for item in task.encode([example])]
+    assert sequence.target_positions == (sequence.num_tokens - 1,)
+    assert "@ cat @" in task.tokenizer.decode(sequence.ids)
 
 
 @pytest.mark.parametrize(
@@ -59,25 +59,25 @@ def test_a_long_text_is_truncated_around_its_markers(before: int, between: int, 
     tail = start + 4 + 4 * between
     example = Example(0, (text,), "home", ((start, start + 3), (tail, tail + 5)))
     task = made("relation", "bert", example, 24)
-    ((sheet,),) = [item.sequences for item in task.encode([example])]
-    assert sheet.num_tokens <= 24
-    text = task.tokenizer.decode(sheet.ids)
+    ((sequence,),) = [item.sequences for item in task.encode([example])]
+    assert sequence.num_tokens <= 24
+    text = task.tokenizer.decode(sequence.ids)
     assert "@ cat @" in text
     assert "# river #" in text
-    assert [task.tokenizer.decode([sheet.ids[place]]) for place in sheet.target_positions] == ["@", "#"]
+    assert [task.tokenizer.decode([sequence.ids[position]]) for position in sequence.target_positions] == ["@", "#"]
     long = before + between + after > 20
     assert task.notices == (["1 text was longer than 24 tokens, and cut."] if long else [])
-    assert not long or sheet.num_tokens == 24
+    assert not long or sequence.num_tokens == 24
 
 
 def test_word_in_context_reads_the_marked_words() -> None:
     example = Example(0, ("red " * 30 + "cat", "the cat is big"), "yes", ((120, 123), (4, 7)))
     task = made("word-in-context", "bert", example)
-    ((sheet,),) = [item.sequences for item in task.encode([example])]
+    ((sequence,),) = [item.sequences for item in task.encode([example])]
     cat = task.tokenizer.encode("cat")
-    assert [sheet.ids[place] for place in sheet.target_positions] == cat * 2
-    assert [sheet.token_type_ids[place] for place in sheet.target_positions] == [0, 1]
-    assert sheet.num_tokens == 32
+    assert [sequence.ids[position] for position in sequence.target_positions] == cat * 2
+    assert [sequence.token_type_ids[position] for position in sequence.target_positions] == [0, 1]
+    assert sequence.num_tokens == 32
     task = made("word-in-context", "gpt2", example)
-    ((sheet,),) = [item.sequences for item in task.encode([example])]
-    assert task.tokenizer.decode(sheet.ids).count("@ cat @") == 2
+    ((sequence,),) = [item.sequences for item in task.encode([example])]
+    assert task.tokenizer.decode(sequence.ids).count("@ cat @") == 2

@@ -22,16 +22,16 @@ def test_one_text_and_two_texts(family: str, tmp_path: Path) -> None:
     saved = task.templated_tokenizer()
     saved.save(tmp_path)
     theirs = transformers.AutoTokenizer.from_pretrained(tmp_path)
-    (sheet,) = task.encode(examples)[0].sequences
+    (sequence,) = task.encode(examples)[0].sequences
     found = theirs(*TWO)
-    assert found["input_ids"] == sheet.ids
+    assert found["input_ids"] == sequence.ids
     if task.template.sequence_template.has_token_types:
-        assert found["token_type_ids"] == sheet.token_type_ids
+        assert found["token_type_ids"] == sequence.token_type_ids
     one = make_task(
         "classify", [Example(0, TWO[:1], "x"), Example(1, TWO[1:], "y")], tokenizer, config, FinetuneRecipe()
     )
     assert theirs(TWO[0])["input_ids"] == one.encode([Example(0, TWO[:1], "x")])[0].sequences[0].ids
-    assert saved.encode(TWO[0]) == task.tokenizer.encode(TWO[0])  # what we read ourselves has no frame
+    assert saved.encode(TWO[0]) == task.tokenizer.encode(TWO[0])  # Firth adds the special tokens itself
     offsets = [e.offsets for e in saved.encode_with_offsets(list(TWO))]
     assert offsets == [e.offsets for e in task.tokenizer.encode_with_offsets(list(TWO))]
 

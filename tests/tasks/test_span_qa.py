@@ -115,14 +115,14 @@ def test_windows_without_the_answer_are_labelled_unanswerable() -> None:
     assert len(item.windows) > 3
     assert task.notices == ["1 context was longer than 20 tokens, and split into windows."]
     fox = tokenizer.encode("fox")[0]
-    for sheet, part in zip(item.sequences, item.windows, strict=True):
-        assert sheet.num_tokens <= 20
-        target = span_labels(sheet, part, item.label)
+    for sequence, part in zip(item.sequences, item.windows, strict=True):
+        assert sequence.num_tokens <= 20
+        target = span_labels(sequence, part, item.label)
         assert target.sum(0, where=target > 0).tolist() == [1, 1]
         (start,), (end,) = np.flatnonzero(target[:, 0] == 1), np.flatnonzero(target[:, 1] == 1)
-        inside = fox in sheet.ids[part.sequence_start :]
-        assert (sheet.ids[start] == fox) == inside
-        assert start == end == (sheet.ids.index(fox, part.sequence_start) if inside else 0)
+        inside = fox in sequence.ids[part.sequence_start :]
+        assert (sequence.ids[start] == fox) == inside
+        assert start == end == (sequence.ids.index(fox, part.sequence_start) if inside else 0)
         assert (target[1 : part.sequence_start] == -1).all(), "the question is no answer"
         assert (target[part.sequence_start + part.num_tokens :] == -1).all()
     assert task.collate([item]).num_targets == len(item.windows)

@@ -31,13 +31,13 @@ def tagger(family: str, example: Example, length: int = 32) -> TaggingTask:
 @pytest.mark.parametrize("family", ["bert", "roberta", "xlnet"])
 def test_an_encoder_labels_the_first_piece_of_each_word(family: str) -> None:
     task = tagger(family, Example(0, WORDS, TAGS))
-    ((sheet,),) = [item.sequences for item in task.encode([Example(0, WORDS, TAGS)])]
-    assert len(sheet.target_positions) == 5
+    ((sequence,),) = [item.sequences for item in task.encode([Example(0, WORDS, TAGS)])]
+    assert len(sequence.target_positions) == 5
     special_ids = task.template.sequence_template.suffix_ids + task.template.sequence_template.prefix_ids
-    for word, place, after in zip(
-        WORDS, sheet.target_positions, [*sheet.target_positions[1:], sheet.num_tokens], strict=True
+    for word, position, after in zip(
+        WORDS, sequence.target_positions, [*sequence.target_positions[1:], sequence.num_tokens], strict=True
     ):
-        pieces = [i for i in sheet.ids[place:after] if i not in special_ids]
+        pieces = [i for i in sequence.ids[position:after] if i not in special_ids]
         if task.tokenizer.vocab.unk in pieces:
             assert word in ("Ω", "elephants")
         else:
@@ -46,8 +46,8 @@ def test_an_encoder_labels_the_first_piece_of_each_word(family: str) -> None:
 
 def test_a_decoder_labels_the_last_piece_of_each_word() -> None:
     task = tagger("gpt2", Example(0, WORDS, TAGS))
-    ((sheet,),) = [item.sequences for item in task.encode([Example(0, WORDS, TAGS)])]
-    text = [task.tokenizer.decode(sheet.ids[1 : place + 1]) for place in sheet.target_positions]
+    ((sequence,),) = [item.sequences for item in task.encode([Example(0, WORDS, TAGS)])]
+    text = [task.tokenizer.decode(sequence.ids[1 : position + 1]) for position in sequence.target_positions]
     assert text == ["the", "the elephants", "the elephants near", "the elephants near Ω", "the elephants near Ω river"]
 
 
@@ -55,9 +55,9 @@ def test_words_without_tokens_become_unk() -> None:
     words = ("the", "\u200b", "", "cat")
     task = tagger("bert", Example(0, words, ("O",) * 4))
     (item,) = task.encode([Example(0, words, ("O",) * 4)])
-    (sheet,) = item.sequences
+    (sequence,) = item.sequences
     unk = task.tokenizer.vocab.unk
-    assert [sheet.ids[place] == unk for place in sheet.target_positions] == [False, True, True, False]
+    assert [sequence.ids[position] == unk for position in sequence.target_positions] == [False, True, True, False]
     assert "2 words were without a token, and replaced by the unknown token." in task.notices
 
 
@@ -81,22 +81,26 @@ def test_long_sentences_are_read_in_windows() -> None:
     task = tagger("bert", example, length=14)
     (item,) = task.encode([example])
     assert len(item.sequences) > 3
-    assert max(sheet.num_tokens for sheet in item.sequences) <= 14
-    read = [task.tokenizer.decode([sheet.ids[place]]) for sheet in item.sequences for place in sheet.target_positions]
+    assert max(sequence.num_tokens for sequence in item.sequences) <= 14
+    read = [
+        task.tokenizer.decode([sequence.ids[position]])
+        for sequence in item.sequences
+        for position in sequence.target_positions
+    ]
     assert read == list(words)
     assert task.notices == ["1 sentence was longer than 14 tokens, and split into overlapping windows."]
     batch = task.collate([item])
     assert batch.num_targets == 40
     cat = task.tokenizer.encode("cat")[0]
-    asked = np.take_along_axis(batch.input_ids, batch.target_positions, 1)
-    assert ((asked == cat) == (batch.task_labels == task.labels.index("B-A")))[batch.task_labels >= 0].all()
+    tokens_at_targets = np.take_along_axis(batch.input_ids, batch.target_positions, 1)
+    assert ((tokens_at_targets == cat) == (batch.task_labels == task.labels.index("B-A")))[batch.task_labels >= 0].all()
 
 
 def test_a_word_that_is_too_long_is_truncated() -> None:
     words = ("q" * 40, "cat")
     task = tagger("gpt2", Example(0, words, ("O", "B-A")), length=16)
     (item,) = task.encode([Example(0, words, ("O", "B-A"))])
-    assert sum(len(sheet.target_positions) for sheet in item.sequences) == 2
+    assert sum(len(sequence.target_positions) for sequence in item.sequences) == 2
     assert "1 word was longer than half a row, and truncated." in task.notices
 
 
@@ -104,7 +108,7 @@ def test_the_predicate_is_marked() -> None:
     words, tags = ("the", "cat", "lives", "near"), ("B-A0", "I-A0", "B-V", "O")
     example = Example(0, words, tags, spans=((2, 3),))
     ((with_segments,),) = [item.sequences for item in tagger("bert", example).encode([example])]
-    assert [with_segments.token_type_ids[place] for place in with_segments.target_positions] == [0, 0, 1, 0]
+    assert [with_segments.token_type_ids[position] for position in with_segments.target_positions] == [0, 0, 1, 0]
     task = tagger("roberta", example)
     ((with_marks,),) = [item.sequences for item in task.encode([example])]
     assert task.tokenizer.decode(with_marks.ids).strip() == "the cat @ lives @ near"

@@ -89,9 +89,9 @@ def test_packing_keeps_rows_within_their_width() -> None:
     other = pack_alongside(packing, rng.integers(1, 9, 40))
     doc, position = other.document_ids_and_positions()
     for i in range(40):
-        places = np.flatnonzero(doc[packing.row_index[i]] == packing.document_index[i])
-        assert places.tolist() == list(range(other.start[i], other.start[i] + other.lengths[i]))
-        assert position[packing.row_index[i], places].tolist() == list(range(other.lengths[i]))
+        positions = np.flatnonzero(doc[packing.row_index[i]] == packing.document_index[i])
+        assert positions.tolist() == list(range(other.start[i], other.start[i] + other.lengths[i]))
+        assert position[packing.row_index[i], positions].tolist() == list(range(other.lengths[i]))
 
 
 @pytest.mark.parametrize("family", FAMILIES)

@@ -603,14 +603,14 @@ def test_the_position_is_that_in_the_file_on_the_disk(tmp_path: Path, name: str)
     form = forms[records.data_extension(Path(name))]
     path = write(tmp_path / name, ("text\n" if ".csv" in name else "") + "".join(map(form.format, words)))
     corpus = Corpus([path])
-    places = []
+    progress = []
     for i, _ in enumerate(corpus):
         if i % 10_000 == 9_999:
             assert corpus.bytes_read is not None
-            places.append(corpus.bytes_read / corpus.total_bytes)
-    assert places == sorted(places)
+            progress.append(corpus.bytes_read / corpus.total_bytes)
+    assert progress == sorted(progress)
     ahead = 0.2 if Path(name).suffix in (".txt", ".csv") else 0.5  # others are read in larger blocks
-    assert places[2] == pytest.approx(0.5, abs=ahead), "half of the documents are about half of the file"
+    assert progress[2] == pytest.approx(0.5, abs=ahead), "half of the documents are about half of the file"
     assert corpus.bytes_read == corpus.total_bytes
 
 
@@ -620,9 +620,9 @@ def test_the_position_in_several_files_and_in_parquet(tmp_path: Path) -> None:
     write(tmp_path / "t" / "c.txt.gz", "y" * 500)
     corpus = Corpus([tmp_path / "t"])
     sizes = [(tmp_path / "t" / name).stat().st_size for name in ("a.txt", "b.parquet", "c.txt.gz")]
-    places = [corpus.bytes_read for _ in corpus]
-    assert places[0] == sizes[0]
-    assert places[50] == sizes[0] + sizes[1] * 50 // 100
+    progress = [corpus.bytes_read for _ in corpus]
+    assert progress[0] == sizes[0]
+    assert progress[50] == sizes[0] + sizes[1] * 50 // 100
     assert corpus.bytes_read == sum(sizes) == corpus.total_bytes
     next(iter(corpus))
     assert corpus.bytes_read == sizes[0], "every iteration counts anew"

@@ -97,9 +97,9 @@ def test_tables(folder: Path, data: bytes, encoding: str, kind: str) -> None:
 )
 @quick
 def test_damaged_compression(folder: Path, data: bytes, packing: str, damage: tuple[float, int, bool]) -> None:
-    place, byte, is_cut = damage
+    fraction, byte, is_cut = damage
     packed = bytearray(PACKERS[packing](b"some text\n" * 20 + data))
-    where = int(place * (len(packed) - 1))
+    where = int(fraction * (len(packed) - 1))
     if is_cut:
         del packed[where:]
     else:
@@ -128,8 +128,8 @@ PARQUET = a_parquet_file()
 @quick
 def test_damaged_parquet(folder: Path, changes: list[tuple[float, int]], end: float) -> None:
     data = bytearray(PARQUET[: round(end * len(PARQUET))])
-    for place, byte in changes if data else []:
-        data[int(place * (len(data) - 1))] = byte
+    for fraction, byte in changes if data else []:
+        data[int(fraction * (len(data) - 1))] = byte
     read(folder / "a.parquet", bytes(data))
 
 

@@ -389,10 +389,10 @@ PLANTED = plant(150)
 @pytest.fixture(scope="module")
 def near(tokenizer: Tokenizer, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """What one process makes of planted near duplicates, each looked up where it stands."""
-    folder, told, kept = tmp_path_factory.mktemp("near") / "s", MinHashIndex(), list[Document]()
+    folder, minhash, kept = tmp_path_factory.mktemp("near") / "s", MinHashIndex(), list[Document]()
     exact: set[str] = set()
     for document in PLANTED:
-        if document.text not in exact and not told.check_and_add(document.text):
+        if document.text not in exact and not minhash.check_and_add(document.text):
             kept.append(document)
         exact.add(document.text)
     make(tokenizer, folder, kept, dedup="none")

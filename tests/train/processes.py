@@ -51,13 +51,15 @@ def ended(processes: Sequence[subprocess.Popen[str]]) -> list[tuple[int, str, st
     return [(p.returncode, out, err) for p, (out, err) in zip(processes, found, strict=True)]
 
 
-def run(size: int, jobs: Sequence[Mapping[str, Any]], place: Path, codes: Sequence[int] = (), **more: str) -> list[str]:
+def run(
+    size: int, jobs: Sequence[Mapping[str, Any]], folder: Path, codes: Sequence[int] = (), **more: str
+) -> list[str]:
     """Let N processes run recipes one after the other and return their output; `codes` are the expected exit codes.
 
     A job is {"recipe": its file, and arguments of `pretrain`} or {"words": a command line}; `harm` is a fault to
     inject.
     """
-    plan = place / f"plan-{size}-{free_port()}.json"
+    plan = folder / f"plan-{size}-{free_port()}.json"
     plan.write_text(json.dumps(list(jobs)))
     found = ended(start(size, __file__, plan, **more))
     assert [code for code, _, _ in found] == list(codes or [0] * size), "\n".join(err for _, _, err in found)

@@ -51,14 +51,14 @@ def test_matches_torch(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "is_fused_step_device", lambda device: True)
     mine, other = parameters(), parameters()
     ours, theirs = AdamW(groups(mine), **SETTINGS), torch.optim.AdamW(groups(other), **SETTINGS)
-    twins = [nn.Parameter(p.detach().bfloat16()) for p in mine]
+    replicas = [nn.Parameter(p.detach().bfloat16()) for p in mine]
     for step in range(5):
         share, bad = 0.5 if step % 2 else 1.0, step == 3
         used = range(len(mine) - (step == 2))
         for i in used:
-            twins[i].grad = torch.randn_like(twins[i]) * (step + 1)
-            other[i].grad = twins[i].grad.float() * share
-        pairs = {mine[i]: twins[i] for i in used}
+            replicas[i].grad = torch.randn_like(replicas[i]) * (step + 1)
+            other[i].grad = replicas[i].grad.float() * share
+        pairs = {mine[i]: replicas[i] for i in used}
         assert can_step_from_replica(pairs)
         ours.found_inf = torch.tensor(float(bad), device=DEVICE)  # type: ignore[attr-defined]
         ours.use_replica_gradients(pairs, torch.tensor(share, device=DEVICE))
@@ -66,10 +66,10 @@ def test_matches_torch(monkeypatch: pytest.MonkeyPatch) -> None:
         if not bad:
             theirs.step()
         theirs.zero_grad()
-        assert all(twin.grad is None for twin in twins)
+        assert all(replica.grad is None for replica in replicas)
         assert_same(ours, mine, theirs, other)
-        for p, twin in zip(mine, twins, strict=True):  # the interpreter does not round to the nearest
-            assert_close(twin, p.bfloat16(), rtol=2**-7 if INTERPRETED else 0, atol=0)
+        for p, replica in zip(mine, replicas, strict=True):  # the interpreter does not round to the nearest
+            assert_close(replica, p.bfloat16(), rtol=2**-7 if INTERPRETED else 0, atol=0)
 
 
 @pytest.mark.gpu
@@ -78,14 +78,14 @@ def test_loads_the_state_of_torch_adamw() -> None:
     """With gradients of its own, a step equals torch's from the same state."""
     mine, other = parameters(), parameters()
     ours, theirs = AdamW(groups(mine), **SETTINGS), torch.optim.AdamW(groups(other), **SETTINGS)
-    twins = [nn.Parameter(p.detach().bfloat16()) for p in mine]
+    replicas = [nn.Parameter(p.detach().bfloat16()) for p in mine]
     for step in range(4):
-        for p, q, twin in zip(mine, other, twins, strict=True):
+        for p, q, replica in zip(mine, other, replicas, strict=True):
             grad = torch.randn_like(q).bfloat16()
             q.grad = grad.float()
-            twin.grad, p.grad = (grad, None) if step % 2 else (None, grad.float())
+            replica.grad, p.grad = (grad, None) if step % 2 else (None, grad.float())
         if step % 2:
-            ours.use_replica_gradients(dict(zip(mine, twins, strict=True)), torch.ones((), device=DEVICE))
+            ours.use_replica_gradients(dict(zip(mine, replicas, strict=True)), torch.ones((), device=DEVICE))
         ours.step()
         theirs.step()
         assert_same(ours, mine, theirs, other)
@@ -101,14 +101,14 @@ def test_steps_of_a_bf16_replica(monkeypatch: pytest.MonkeyPatch) -> None:
     config = replace(PRESETS["bert-tiny"], vocab_size=40, dropout=0.0, attention_dropout=0.0)
     batch = Batch(*(None if a is None else a.numpy() for a in some_batch(config)))
     training = TrainingConfig(engine=EngineConfig(weights="bf16"), optim="adamw", max_grad_norm=0.5)
-    machine, found, taken = ComputeConfig(torch.device(DEVICE), bf16=True, compile=False), [], list[bool]()
+    compute, found, taken = ComputeConfig(torch.device(DEVICE), bf16=True, compile=False), [], list[bool]()
     take = AdamW.use_replica_gradients
     for stays in (False, True):
         monkeypatch.setattr(module, "is_fused_step_device", lambda device, stays=stays: stays)
         monkeypatch.setattr(AdamW, "use_replica_gradients", lambda *given: (taken.append(True), take(*given)))
         torch.manual_seed(1)
-        model = make_model(config).to(machine.device)
-        run = TrainingRun(training, machine, model, lambda step: [batch])
+        model = make_model(config).to(compute.device)
+        run = TrainingRun(training, compute, model, lambda step: [batch])
         runner, optimizer = build_step_runner(run), make_optimizer(model, training)
         assert isinstance(runner, BF16Replica)
         losses = []
@@ -116,8 +116,8 @@ def test_steps_of_a_bf16_replica(monkeypatch: pytest.MonkeyPatch) -> None:
             losses.append(train_step(run, runner, optimizer, [batch] * (1 + (step == 2)), step, 1e-3).item())
             with torch.no_grad():
                 if INTERPRETED:  # which does not round to the nearest
-                    for twin, p in zip(runner.replica.parameters(), model.parameters(), strict=True):
-                        twin.copy_(p)
+                    for replica, p in zip(runner.replica.parameters(), model.parameters(), strict=True):
+                        replica.copy_(p)
                 if step == 3:
                     next(model.parameters()).mul_(0.5)
         found.append((losses, torch.cat([p.detach().flatten() for p in model.parameters()])))
@@ -148,15 +148,15 @@ def test_replica_copies_only_changed_weights() -> None:
 
 def test_unsupported_arguments_raise(monkeypatch: pytest.MonkeyPatch) -> None:
     p = nn.Parameter(torch.zeros(8, 8))
-    twin = nn.Parameter(torch.zeros(8, 8, dtype=torch.bfloat16))
-    twin.grad = torch.zeros_like(twin)
-    assert not can_step_from_replica({p: twin}), "on a CPU"
+    replica = nn.Parameter(torch.zeros(8, 8, dtype=torch.bfloat16))
+    replica.grad = torch.zeros_like(replica)
+    assert not can_step_from_replica({p: replica}), "on a CPU"
     monkeypatch.setattr(module, "is_fused_step_device", lambda device: True)
     monkeypatch.setattr(module, "triton", object())
-    assert can_step_from_replica({p: twin})
+    assert can_step_from_replica({p: replica})
     assert not can_step_from_replica({})
     wrong: list[Tensor | None] = [None, torch.zeros(8, 16, dtype=torch.bfloat16)[:, ::2]]
     wrong.append(torch.zeros(65, dtype=torch.bfloat16)[1:].view(8, 8))
     for grad in wrong:
-        twin.grad = grad
-        assert not can_step_from_replica({p: twin})
+        replica.grad = grad
+        assert not can_step_from_replica({p: replica})

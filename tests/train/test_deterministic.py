@@ -132,15 +132,15 @@ def test_flags_do_not_leak_into_the_next_run(
 # --- kernels that are left out
 
 
-def scores(ask: bool, read: bool, asked: bool) -> RelativeScores:
+def scores(by_query: bool, by_key: bool, at_positions: bool) -> RelativeScores:
     H, T, S, d = 2, 4, 6, 16
     q, k, vectors = torch.randn(1, H, T, d), torch.randn(1, H, S, d), torch.randn(H, T + S - 1, d)
-    places = torch.tensor([[0, 2, 3, 3]]) if asked else None
-    return RelativeScores(q, T - 1, (q, vectors) if ask else None, (k, vectors) if read else None, places)
+    positions = torch.tensor([[0, 2, 3, 3]]) if at_positions else None
+    return RelativeScores(q, T - 1, (q, vectors) if by_query else None, (k, vectors) if by_key else None, positions)
 
 
 @pytest.mark.parametrize(
-    ("ask", "read", "asked", "left_out"),
+    ("by_query", "by_key", "at_positions", "left_out"),
     [
         (True, True, False, False),
         (True, False, True, False),
@@ -149,7 +149,7 @@ def scores(ask: bool, read: bool, asked: bool) -> RelativeScores:
     ],
 )
 def test_attention_kernel_with_atomic_adds_is_excluded(
-    ask: bool, read: bool, asked: bool, left_out: bool, monkeypatch: pytest.MonkeyPatch
+    by_query: bool, by_key: bool, at_positions: bool, left_out: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Without deterministic mode it is used; with it, eager operations take over."""
     taken: list[str] = []
@@ -160,7 +160,7 @@ def test_attention_kernel_with_atomic_adds_is_excluded(
 
     monkeypatch.setattr(attention, "has_fused_attention", lambda q: True)
     monkeypatch.setattr(attention, "fused_relative_attention", fused)
-    found = scores(ask, read, asked)
+    found = scores(by_query, by_key, at_positions)
     k = v = torch.randn(1, 2, 6, 16)
     assert has_nondeterministic_grads(found) is left_out
     relative_attention(found, k, v, AttentionSpec(), 0.0, 1.0)

@@ -36,21 +36,23 @@ CLOSE = 1e-5
 class Runs:
     """Recipes with a folder each, run in this process or by several in one launch."""
 
-    def __init__(self, place: Path, shards: ShardSet, family: str = "bert") -> None:
-        self.place, self.shards, self.family = place, shards, family
+    def __init__(self, folder: Path, shards: ShardSet, family: str = "bert") -> None:
+        self.folder, self.shards, self.family = folder, shards, family
         self.said: list[str] = []
 
     def recipe(self, name: str, dropout: float = 0.0, model: Any = None, **fields: Any) -> Recipe:
         tokenizer = self.shards.tokenizer
         plain: dict[str, Any] = dict(data=str(self.shards.folder), tokenizer=tokenizer.fingerprint, compile=False)
-        plain |= dict(output_dir=str(self.place / name), max_steps=6, max_seq_length=32, learning_rate=1e-2, bf16=False)
+        plain |= dict(
+            output_dir=str(self.folder / name), max_steps=6, max_seq_length=32, learning_rate=1e-2, bf16=False
+        )
         plain |= dict(eval_steps=3, save_steps=2, eval_rows=20, optim="adamw")
         model = model or small_model(self.family, tokenizer.vocab.size, dropout)
         return pretraining_recipe(model, **plain | fields)
 
     def job(self, name: str, how: dict[str, Any] | None = None, **fields: Any) -> dict[str, Any]:
         """A job for `processes.run`; `how` are arguments of `pretrain`."""
-        file = self.place / f"{name}-{len(list(self.place.glob('*.yaml')))}.yaml"
+        file = self.folder / f"{name}-{len(list(self.folder.glob('*.yaml')))}.yaml"
         save_recipe(self.recipe(name, **fields), file)
         return {"recipe": str(file), **(how or {})}
 
@@ -58,16 +60,16 @@ class Runs:
         pretrain(self.recipe(name, **fields), resume)
 
     def log(self, name: str) -> list[dict[str, Any]]:
-        return read_log(self.place / name / "log.jsonl")
+        return read_log(self.folder / name / "log.jsonl")
 
     def weights(self, name: str) -> dict[str, torch.Tensor]:
-        return load_file(self.place / name / "final" / "model.safetensors")
+        return load_file(self.folder / name / "final" / "model.safetensors")
 
     def same(self, one: str, other: str) -> None:
         """Assert that two runs are equal bit for bit."""
         files = ["log.jsonl", "final/model.safetensors", "final/config.json"]
         for file in files:
-            assert (self.place / one / file).read_bytes() == (self.place / other / file).read_bytes(), (
+            assert (self.folder / one / file).read_bytes() == (self.folder / other / file).read_bytes(), (
                 one,
                 other,
                 file,
@@ -113,7 +115,7 @@ def two(shards_of: Make, tmp_path_factory: pytest.TempPathFactory) -> Runs:
     jobs.append(runs.job("bf16", parallel="fsdp", **HALF | {"bf16": True}))
     jobs.append(runs.job("signal", {"harm": {"kind": "signal", "rank": 1, "step": 2}}, parallel="ddp", **HALF))
     jobs.append({"words": words(runs, "fail"), "harm": {"kind": "fail", "rank": 1, "step": 2}})
-    runs.said = processes.run(2, jobs, runs.place, codes=(1, 2))
+    runs.said = processes.run(2, jobs, runs.folder, codes=(1, 2))
     return runs
 
 
@@ -125,7 +127,7 @@ def four(two: Runs) -> Runs:
     processes.run(2, [two.job(f"{way} for {size}", stop, parallel=way, **HALF) for way, size in stopped], two.place)
     jobs = [two.job(f"{way} by four", parallel=way, per_device_train_batch_size=2, **MUCH) for way in ("ddp", "fsdp")]
     jobs += [two.job(f"{way} for four", parallel=way, **HALF) for way in ("ddp", "fsdp")]
-    processes.run(4, jobs, two.place, TORCHELASTIC_RESTART_COUNT="1")
+    processes.run(4, jobs, two.folder, TORCHELASTIC_RESTART_COUNT="1")
     return two
 
 
@@ -146,10 +148,10 @@ def plain(two: Runs) -> str:
 @pytest.mark.parametrize("way", ["ddp", "fsdp"])
 def test_two_processes_train_like_one(way: str, one: str, two: Runs) -> None:
     two.close(one, way)
-    model = load_model(two.place / way / "final")
+    model = load_model(two.folder / way / "final")
     assert model.tokenizer is not None
-    names = {p.name for p in (two.place / one / "final").iterdir()}
-    assert {p.name for p in (two.place / way / "final").iterdir()} == names
+    names = {p.name for p in (two.folder / one / "final").iterdir()}
+    assert {p.name for p in (two.folder / way / "final").iterdir()} == names
 
 
 @pytest.mark.slow
@@ -175,7 +177,7 @@ def test_resume_with_another_number_of_processes(way: str, plain: str, four: Run
     four.close(plain, f"{way} for four")
     four.alone(f"{way} for one", resume=True, per_device_train_batch_size=8)
     four.close(plain, f"{way} for one")
-    assert load_recipe(four.place / f"{way} for one" / "recipe.yaml", Recipe).global_batch_size == 8
+    assert load_recipe(four.folder / f"{way} for one" / "recipe.yaml", Recipe).global_batch_size == 8
 
 
 @pytest.mark.parametrize("way", ["ddp", "fsdp"])
@@ -187,14 +189,14 @@ def test_nan_loss_of_one_rank_is_skipped_by_all(way: str, plain: str, two: Runs)
         assert a["data"] == b["data"]
         assert a["loss"] == pytest.approx(b["loss"], rel=CLOSE)
     for rank in (0, 1):
-        said = (two.place / f"{way} nan-{rank}.txt").read_text()
+        said = (two.folder / f"{way} nan-{rank}.txt").read_text()
         assert said.startswith("2: 2 steps in a row were skipped, from step 3 on: the loss is nan")
         assert "checkpoint-2 is intact" in said
 
 
 def test_out_of_memory_of_one_rank_halves_micro_batches_of_all(plain: str, two: Runs) -> None:
     two.close(plain, "halved")
-    assert json.loads((two.place / "halved/checkpoint-6/training/state.json").read_text())["halvings"] == 1
+    assert json.loads((two.folder / "halved/checkpoint-6/training/state.json").read_text())["halvings"] == 1
 
 
 @pytest.mark.parametrize("optim", ["muon", "adafactor"])
@@ -215,23 +217,23 @@ def test_blocks_are_all_gathered_in_bfloat16(plain: str, two: Runs) -> None:
 
 def test_a_sharded_checkpoint_equals_an_unsharded_one(plain: str, two: Runs) -> None:
     """Each rank wrote its file; the checksums match, there is no pickle, and the tensors equal those of one process."""
-    folder = two.place / "fsdp stopped" / "checkpoint-6"
+    folder = two.folder / "fsdp stopped" / "checkpoint-6"
     assert find_corruption(folder) is None
     parts = {p.name for p in folder.rglob("*.safetensors")}
     assert {f"model-0000{i}-of-00002.safetensors" for i in (1, 2)} < parts
     assert {f"optimizer-0000{i}-of-00002.safetensors" for i in (1, 2)} < parts
     index = json.loads((folder / "model.safetensors.index.json").read_text())["weight_map"]
-    whole = load_file(two.place / plain / "checkpoint-6" / "model.safetensors")
+    whole = load_file(two.folder / plain / "checkpoint-6" / "model.safetensors")
     assert index.keys() == whole.keys()
     assert {p.suffix for p in folder.rglob("*") if p.is_file()} == {".json", ".safetensors"}
-    assert load_model(folder).num_parameters == load_model(two.place / plain / "final").num_parameters
+    assert load_model(folder).num_parameters == load_model(two.folder / plain / "final").num_parameters
 
 
 @pytest.mark.slow
 def test_transformers_opens_a_sharded_checkpoint(two: Runs) -> None:
     from transformers import AutoModelForMaskedLM
 
-    folder = two.place / "fsdp straight" / "checkpoint-6"
+    folder = two.folder / "fsdp straight" / "checkpoint-6"
     theirs, ours = AutoModelForMaskedLM.from_pretrained(folder).eval(), load_model(folder)
     ids = torch.arange(5, 25)[None]
     with torch.no_grad():
@@ -248,17 +250,17 @@ def test_only_rank_0_prints(two: Runs) -> None:
 
 
 def test_a_signal_to_one_rank_stops_all_after_the_same_step(two: Runs) -> None:
-    assert read_log(two.place / "signal" / "log.jsonl")[-1]["step"] == 3
-    assert find_corruption(two.place / "signal" / "checkpoint-3") is None
+    assert read_log(two.folder / "signal" / "log.jsonl")[-1]["step"] == 3
+    assert find_corruption(two.folder / "signal" / "checkpoint-3") is None
     for rank in (0, 1):
-        assert (two.place / f"signal-{rank}.txt").read_text() == "143: stopped at step 3 of 6"
+        assert (two.folder / f"signal-{rank}.txt").read_text() == "143: stopped at step 3 of 6"
 
 
 def words(runs: Runs, name: str) -> list[str]:
     """The same on the command line."""
     small = ["--max-seq-length=32", "--per-device-train-batch-size=4", "--max-steps=6", "--no-compile", "--no-bf16"]
     small += ["--parallel=ddp", "model.num_layers=1", "model.dim=32", "model.mlp.dim=64"]
-    return ["pretrain", "bert-tiny", "--data", str(runs.shards.folder), "--output-dir", str(runs.place / name), *small]
+    return ["pretrain", "bert-tiny", "--data", str(runs.shards.folder), "--output-dir", str(runs.folder / name), *small]
 
 
 # --- what each reads, by hand -----------------------------------------------------------------------------------------

@@ -32,7 +32,7 @@ CASES: dict[str, tuple[str, str, tuple[str, ...], dict[str, Any]]] = {
     "albert": ("albert-tiny", "bert", ("ddp",), {}),
     "memory": ("xlnet-tiny", "bert", ("ddp",), {"order": "stream", "memory": 16}),
     "ulmfit": ("ulmfit-tiny", "gpt2", ("ddp",), {}),
-    "halved weights": ("bert-tiny", "bert", ("ddp",), {"engine": EngineConfig(weights="bf16")}),
+    "bf16 weights": ("bert-tiny", "bert", ("ddp",), {"engine": EngineConfig(weights="bf16")}),
     "longer rows": ("bert-tiny", "bert", ("ddp", "fsdp"), {"length_ramp": 0.5, "length_doublings": 1}),
 }
 
@@ -48,9 +48,9 @@ def without_dropout(config: ModelConfig) -> ModelConfig:
 @pytest.fixture(scope="module")
 def done(shards_of: Make, tmp_path_factory: pytest.TempPathFactory) -> Runs:
     """All families in one launch of two processes, each stopped and resumed once."""
-    place, jobs = tmp_path_factory.mktemp("families"), []
+    folder, jobs = tmp_path_factory.mktemp("families"), []
     for case, (name, data, ways, more) in CASES.items():
-        runs = Runs(place, shards_of(data))
+        runs = Runs(folder, shards_of(data))
         model = without_dropout(with_vocabulary(get_preset(name), runs.shards.tokenizer.vocab))
         common = {"model": model, "max_steps": 4, "learning_rate": 1e-3, **more}
         runs.alone(f"{case} alone", per_device_train_batch_size=4, gradient_accumulation_steps=2, **common)
@@ -58,8 +58,8 @@ def done(shards_of: Make, tmp_path_factory: pytest.TempPathFactory) -> Runs:
             how = {"parallel": way, "per_device_train_batch_size": 4, **common}
             jobs.append(runs.job(f"{case} {way}", {"harm": {"kind": "stop", "step": 3}}, **how))
             jobs.append(runs.job(f"{case} {way}", {"resume": True}, **how))
-    processes.run(2, jobs, place)
-    return Runs(place, shards_of("bert"))
+    processes.run(2, jobs, folder)
+    return Runs(folder, shards_of("bert"))
 
 
 @pytest.mark.parametrize(("case", "way"), [(case, way) for case, (_, _, ways, _) in CASES.items() for way in ways])

@@ -258,7 +258,7 @@ def test_every_family_runs_in_bfloat16(name: str) -> None:
 def test_task_heads_run_in_bfloat16(head: Any) -> None:
     torch.manual_seed(0)
     model = make_model(replace(get_preset("bert-tiny"), vocab_size=50, head=head)).eval()
-    tokens, asked = torch.randint(5, 50, (2, 16)), torch.tensor([[0, 8], [0, 8]])
+    tokens, positions = torch.randint(5, 50, (2, 16)), torch.tensor([[0, 8], [0, 8]])
     target = torch.tensor([[0, 1], [1, -100]])
     if isinstance(head, RegressionHead):
         target = torch.tensor([[0.5, 1.0], [0.2, float("nan")]])
@@ -268,7 +268,7 @@ def test_task_heads_run_in_bfloat16(head: Any) -> None:
     batch = Batch(
         tokens,
         torch.zeros_like(tokens),
-        target_positions=None if isinstance(head, SpanHead) else asked,
+        target_positions=None if isinstance(head, SpanHead) else positions,
         task_labels=target,
     )
     losses = BF16Replica(model, lambda losses: losses, CPU)
@@ -336,7 +336,7 @@ def test_a_rewind_keeps_the_ramp_and_repeats_no_row(recipe_of: Recipes, shards_o
 def test_minutes_account_for_the_shorter_steps_of_a_ramp(recipe_of: Recipes, monkeypatch: pytest.MonkeyPatch) -> None:
     timed: list[tuple[int, int]] = []
 
-    def trial(training: Recipe, machine: ComputeConfig, model: Model, batches: Any, *_: Any, **more: Any) -> Any:
+    def trial(training: Recipe, compute: ComputeConfig, model: Model, batches: Any, *_: Any, **more: Any) -> Any:
         rows = training.per_device_train_batch_size * training.gradient_accumulation_steps
         assert batches(0)[0].input_ids.shape == (training.per_device_train_batch_size, training.max_seq_length)
         timed.append((rows, training.max_seq_length))
@@ -447,7 +447,7 @@ def test_losses_read_one_step_late_are_equal(
 ) -> None:
     fields = dict(max_steps=7, eval_steps=3, save_steps=4, logging_steps=1)
     pretrain(recipe_of("gpt2", output_dir=str(tmp_path / "at-once"), **fields))
-    monkeypatch.setattr(loops, "defers_loss_reads", lambda machine: True)
+    monkeypatch.setattr(loops, "defers_loss_reads", lambda compute: True)
     ahead: list[int] = []
     written: list[int] = []
     before = loops.train_step
@@ -466,7 +466,7 @@ def test_losses_read_one_step_late_are_equal(
 
 
 def test_a_late_nan_loss_is_reported_with_its_step(recipe_of: Recipes, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(loops, "defers_loss_reads", lambda machine: True)
+    monkeypatch.setattr(loops, "defers_loss_reads", lambda compute: True)
     recipe = recipe_of("gpt2", max_steps=9, save_steps=100, learning_rate=1e30, warmup_steps=0)
     with pytest.raises(UserError, match=r"loss is (nan|inf) at step \d"):
         pretrain(recipe)
@@ -476,7 +476,7 @@ def test_a_late_nan_loss_is_reported_with_its_step(recipe_of: Recipes, monkeypat
 
 
 def test_a_late_nan_loss_is_never_checkpointed(recipe_of: Recipes, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(loops, "defers_loss_reads", lambda machine: True)
+    monkeypatch.setattr(loops, "defers_loss_reads", lambda compute: True)
     recipe = recipe_of("gpt2", max_steps=6, save_steps=1, logging_steps=100, learning_rate=1e30, warmup_steps=0)
     with pytest.raises(UserError, match=r"loss is (nan|inf) at step (\d)") as e:
         pretrain(recipe)
@@ -543,8 +543,8 @@ def test_missing_devices(
 
 def test_device_cpu_ignores_the_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    machine = choose_compute(TrainingConfig(device="cpu"))
-    assert (machine.device.type, machine.bf16, machine.compile) == ("cpu", False, False)
+    compute = choose_compute(TrainingConfig(device="cpu"))
+    assert (compute.device.type, compute.bf16, compute.compile) == ("cpu", False, False)
     check_device(TrainingConfig(device="cpu"))
     with pytest.raises(UserError, match="for one process where there are GPUs"):
         check_device(TrainingConfig(device="cpu", parallel="ddp"))

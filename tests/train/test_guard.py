@@ -385,9 +385,9 @@ def test_smaller_micro_batches_with_cuda_graphs_give_the_same_gradient(recipe_of
     recipe, shards = recipe_of("bert", per_device_train_batch_size=8), shards_of("bert")
     batches = batches_of(recipe, shards)
     found: list[list[torch.Tensor]] = []
-    for machine, halvings in ((GPU, 0), (GRAPHS, 2)):
+    for compute, halvings in ((GPU, 0), (GRAPHS, 2)):
         model = build_pretrain_model(recipe, shards.tokenizer).to("cuda")
-        run, optimizer = TrainingRun(recipe, machine, model, batches), torch.optim.SGD(model.parameters(), lr=0.1)
+        run, optimizer = TrainingRun(recipe, compute, model, batches), torch.optim.SGD(model.parameters(), lr=0.1)
         run.halvings = halvings
         runner = build_step_runner(run)
         for i in range(4):
@@ -447,7 +447,7 @@ def test_a_resumed_run_keeps_its_micro_batch_size(
 def test_float16_loss_is_close_to_float32(recipe_of: Recipes, shards_of: Make) -> None:
     recipe, shards = recipe_of("gpt2", max_steps=8, warmup_steps=1, learning_rate=1e-2), shards_of("gpt2")
     start, batches = build_pretrain_model(recipe, shards.tokenizer), batches_of(recipe, shards)
-    losses = [fit(TrainingRun(recipe, machine, copy.deepcopy(start), batches)).loss for machine in (CPU, HALF)]
+    losses = [fit(TrainingRun(recipe, compute, copy.deepcopy(start), batches)).loss for compute in (CPU, HALF)]
     assert losses[1] == pytest.approx(losses[0], rel=0.02)
     assert losses[1] != losses[0]
 

@@ -154,10 +154,10 @@ def test_micro_batches_are_weighted_by_their_targets() -> None:
     """Five targets in one and one in the other: the mean is over six, not over two means."""
     model = make_model(bert(1, 32, 2, 20, dropout=0.0, attention_dropout=0.0))
     tokens = np.arange(12).reshape(2, 6) + 5
-    asked = np.tile(np.arange(6), (2, 1))
+    positions = np.tile(np.arange(6), (2, 1))
     labels = np.array([[5, 6, 7, 8, 9, -100], [-100, -100, -100, 11, -100, -100]])
-    whole = Batch(tokens, target_positions=asked, labels=labels)
-    halves = [Batch(tokens[i : i + 1], target_positions=asked[i : i + 1], labels=labels[i : i + 1]) for i in (0, 1)]
+    whole = Batch(tokens, target_positions=positions, labels=labels)
+    halves = [Batch(tokens[i : i + 1], target_positions=positions[i : i + 1], labels=labels[i : i + 1]) for i in (0, 1)]
     assert [b.num_targets for b in halves] == [5, 1]
     logits = model.logits(whole.to(CPU.device)).flatten(0, 1)
     mean = torch.nn.functional.cross_entropy(logits, torch.from_numpy(labels).flatten(), ignore_index=-100).item()
@@ -177,9 +177,9 @@ def test_each_loss_is_averaged_over_its_own_count() -> None:
     tokens = np.arange(24).reshape(4, 6) % 13 + 5
     labels = np.array([[5, 6, 7], [9, -100, -100], [-100, -100, -100], [-100, 11, 12]])
     around = np.tile(np.array([[0, 4, 0], [0, 4, 1], [0, 4, 2]]), (4, 1, 1))
-    asked = np.tile(np.arange(1, 4), (4, 1))
+    positions = np.tile(np.arange(1, 4), (4, 1))
     whole = Batch(
-        tokens, target_positions=asked, labels=labels, span_boundaries=around, pair_labels=np.array([0, 1, 1, 0])
+        tokens, target_positions=positions, labels=labels, span_boundaries=around, pair_labels=np.array([0, 1, 1, 0])
     )
 
     def split(size: int) -> list[Batch]:
@@ -290,7 +290,7 @@ def test_evaluation_sampling_is_seeded(recipe_of: Recipes, shards_of: Make) -> N
     torch.manual_seed(2)
     assert evaluate(model)["eval_loss"] == found
 
-    answers, tokens, asked, read = 0.0, 0.0, 0, 0
+    answers, tokens, num_targets, num_tokens = 0.0, 0.0, 0, 0
     for first in range(0, min(7, rows.num_rows), 3):
         index = np.arange(first, min(first + 3, 7, rows.num_rows))
         batch = recipe.objective(rows.get_rows(index), make_batch_rng(recipe, index), shards.tokenizer.vocab)
@@ -298,8 +298,8 @@ def test_evaluation_sampling_is_seeded(recipe_of: Recipes, shards_of: Make) -> N
         with torch.no_grad():
             parts = model.losses(batch.to(CPU.device))
         answers, tokens = answers + parts["targets"].item(), tokens + parts["tokens"].item()
-        asked, read = asked + batch.num_targets, read + batch.num_tokens
-    assert found == pytest.approx(answers / asked + tokens / read, rel=1e-6)
+        num_targets, num_tokens = num_targets + batch.num_targets, num_tokens + batch.num_tokens
+    assert found == pytest.approx(answers / num_targets + tokens / num_tokens, rel=1e-6)
 
 
 def test_random_numbers_depend_on_the_step(recipe_of: Recipes) -> None:
@@ -335,7 +335,7 @@ def test_continued_pretraining_keeps_the_eos_tokens(recipe_of: Recipes, tmp_path
     assert load_model(tmp_path / "more" / "final").eos_token_ids == (3, 7)
 
 
-# --- stopping and going on
+# --- stop and resume
 
 
 class Stop(Exception):  # noqa: N818
@@ -581,9 +581,9 @@ def test_a_signal_during_the_collective_is_not_lost(recipe_of: Recipes, shards_o
             return number
 
     shards = shards_of("gpt2")
-    model, machine = build_pretrain_model(recipe, shards.tokenizer), replace(CPU, dist_context=Late())
+    model, compute = build_pretrain_model(recipe, shards.tokenizer), replace(CPU, dist_context=Late())
     with pytest.raises(Interrupted, match="stopped at step 3 of 6") as stopped:
-        fit(TrainingRun(recipe, machine, model, batches_of(recipe, shards), folder=tmp_path))
+        fit(TrainingRun(recipe, compute, model, batches_of(recipe, shards), folder=tmp_path))
     assert stopped.value.code == 128 + signal.SIGTERM
     assert agreed == [0, 0, signal.SIGTERM]
     assert (tmp_path / "checkpoint-3").is_dir()

@@ -88,15 +88,15 @@ def test_replaced_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
     model = encoder(extras=(GeneratorConfig(discriminator_weight=50.0),))
     batch = BATCH._replace(span_boundaries=None, pair_labels=None)
     loss, found = step_metrics(model, batch)
-    used, real = batch.labels != -100, batch.document_ids >= 0
+    used, is_token = batch.labels != -100, batch.document_ids >= 0
     logits = model.logits(batch)
     truth, corrupted = batch.input_ids.clone(), batch.input_ids.clone()
     for row, slot in used.nonzero().tolist():
         truth[row, batch.target_positions[row, slot]] = batch.labels[row, slot]
         corrupted[row, batch.target_positions[row, slot]] = logits[row, slot].argmax()
     assert model.generator is not None
-    score = model.generator.discriminator_head(model.backbone(batch._replace(input_ids=corrupted)))[real]
-    replaced = (corrupted != truth)[real]
+    score = model.generator.discriminator_head(model.backbone(batch._replace(input_ids=corrupted)))[is_token]
+    replaced = (corrupted != truth)[is_token]
     wanted = {
         "mlm_loss": F.cross_entropy(logits[used], batch.labels[used]).item(),
         "rtd_loss": F.binary_cross_entropy_with_logits(score, replaced.float()).item(),

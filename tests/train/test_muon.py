@@ -83,11 +83,11 @@ def test_other_parameters_use_adamw_with_its_own_rate() -> None:
     torch.manual_seed(0)
     training = TrainingConfig(optim="muon", learning_rate=1e-3, muon_learning_rate=2e-2, max_steps=10, warmup_steps=0)
     model = make_model(gpt2(1, 16, 2, 40, dropout=0.0, attention_dropout=0.0))
-    twin = make_model(gpt2(1, 16, 2, 40, dropout=0.0, attention_dropout=0.0))
-    twin.load_state_dict(model.state_dict())
+    copied = make_model(gpt2(1, 16, 2, 40, dropout=0.0, attention_dropout=0.0))
+    copied.load_state_dict(model.state_dict())
     mine = make_optimizer(model, training)
-    other = make_optimizer(twin, TrainingConfig(learning_rate=1e-3, max_steps=10, warmup_steps=0))
-    for p, q in zip(model.parameters(), twin.parameters(), strict=True):
+    other = make_optimizer(copied, TrainingConfig(learning_rate=1e-3, max_steps=10, warmup_steps=0))
+    for p, q in zip(model.parameters(), copied.parameters(), strict=True):
         p.grad = torch.randn_like(p)
         q.grad = p.grad.clone()
     for optimizer in (mine, other):
@@ -96,7 +96,7 @@ def test_other_parameters_use_adamw_with_its_own_rate() -> None:
         optimizer.step()
     assert [group["lr"] for group in mine.param_groups if group["muon"]] == pytest.approx([2e-2])
     hidden, equal = hidden_matrices(model), []
-    for (name, p), q in zip(model.named_parameters(), twin.parameters(), strict=True):
+    for (name, p), q in zip(model.named_parameters(), copied.parameters(), strict=True):
         equal.append((name, p in hidden, torch.equal(p, q)))
     assert all(same != muon for _, muon, same in equal), equal
     assert [set(mine.state[p]) for p in hidden] == [{"momentum_buffer"}] * len(hidden)

@@ -223,13 +223,13 @@ def test_lora_layers_unfrozen_later_are_in_best_and_ema(mean: float, tmp_path: P
         output_dir=str(tmp_path), max_steps=8, eval_steps=2, warmup_steps=0, save_steps=100, learning_rate=1e-2,
         compile=False, bf16=False, ema_decay=mean,
     )  # fmt: skip
-    machine = ComputeConfig(torch.device("cpu"), bf16=False, compile=False)
+    compute = ComputeConfig(torch.device("cpu"), bf16=False, compile=False)
     hooks = [(8, lambda step, model: raw.update(weights(model)))]
     judge = lambda scores: scores["score"]  # noqa: E731
     pace = FreezeSchedule(unfreeze_every=3)
     run = TrainingRun(
         training,
-        machine,
+        compute,
         model,
         lambda step: [batch],
         evaluate,

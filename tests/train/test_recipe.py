@@ -230,7 +230,7 @@ def test_a_warm_up_longer_than_the_run_is_reported(capsys: pytest.CaptureFixture
     assert not capsys.readouterr().err
 
 
-# --- going on
+# --- resume
 
 
 def test_lengthening_a_run_planned_by_minutes(capsys: pytest.CaptureFixture[str]) -> None:

@@ -91,9 +91,9 @@ def test_the_best_saved_weights_are_loaded(
     assert found.best_step == best
     assert torch.equal(run.kept, run.weights[best])
     assert not torch.equal(run.weights[1], run.weights[2]), "or the test shows nothing"
-    told = capsys.readouterr().err
-    assert told.count("the best weights could not be saved (File too large)") == len(refused)
-    assert said in told
+    stderr = capsys.readouterr().err
+    assert stderr.count("the best weights could not be saved (File too large)") == len(refused)
+    assert said in stderr
     folder = Path(run.recipe.output_dir)
     assert all(find_corruption(kept) is None for kept in folder.glob("best-*"))
     assert not list(folder.glob(".*.tmp"))

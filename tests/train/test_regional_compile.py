@@ -66,17 +66,17 @@ def batch_for(shape: str, seed: int) -> Batch:
         return Batch(
             tokens, document_ids=doc, position_ids=np.tile(np.arange(24) % 12, (4, 1)), labels=np.roll(tokens, -1, 1)
         )
-    asked = np.sort(rng.permuted(np.tile(np.arange(24), (4, 1)), axis=1)[:, :5], 1)
-    return Batch(tokens, document_ids=doc, target_positions=asked, labels=np.take_along_axis(tokens, asked, 1))
+    positions = np.sort(rng.permuted(np.tile(np.arange(24), (4, 1)), axis=1)[:, :5], 1)
+    return Batch(tokens, document_ids=doc, target_positions=positions, labels=np.take_along_axis(tokens, positions, 1))
 
 
-def three_steps(layers: int, family: str, machine: ComputeConfig, fp8: bool = False) -> tuple[list[float], Model]:
+def three_steps(layers: int, family: str, compute: ComputeConfig, fp8: bool = False) -> tuple[list[float], Model]:
     config = replace(
         get_preset(f"{family}-tiny"), vocab_size=300, num_layers=layers, dropout=0.0, attention_dropout=0.0
     )
     torch.manual_seed(0)
     model, settings = make_model(config), TrainingConfig(learning_rate=1e-2, fp8=fp8)
-    run = TrainingRun(settings, machine, model, lambda step: [])
+    run = TrainingRun(settings, compute, model, lambda step: [])
     runner, optimizer = build_step_runner(run), make_optimizer(model, settings)
     steps = [batch_for(config.architecture, i) for i in range(3)]
     return [train_step(run, runner, optimizer, [b], i, 1e-2).item() for i, b in enumerate(steps)], model
@@ -185,10 +185,10 @@ def test_large_models_recompute_by_default(monkeypatch: pytest.MonkeyPatch) -> N
     from torch._functorch import config
 
     model, ways = make_model(replace(get_preset("llama-tiny"), vocab_size=300)), []
-    for many, lean, machine in ((7, None, PARTS), (10**9, None, PARTS), (10**9, False, PARTS), (10**9, None, CPU)):
+    for many, lean, setting in ((7, None, PARTS), (10**9, None, PARTS), (10**9, False, PARTS), (10**9, None, CPU)):
         monkeypatch.setattr(Model, "num_parameters", many)
         with recompute_in_backward(
-            TrainingRun(TrainingConfig(engine=EngineConfig(recompute=lean)), machine, model, lambda step: [])
+            TrainingRun(TrainingConfig(engine=EngineConfig(recompute=lean)), setting, model, lambda step: [])
         ):
             ways.append(not config.ban_recompute_materialized_backward)
     assert ways == [False, True, False, False]

@@ -30,10 +30,10 @@ def test_five_steps_have_equal_losses(name: str) -> None:
     batch = Batch(*(None if a is None else a.numpy() for a in some_batch(config)))
     plain = ComputeConfig(torch.device("cuda"), bf16=False, compile=False)
     training, found = TrainingConfig(learning_rate=1e-3, engine=EngineConfig(residual="float32")), []
-    for machine in (plain, replace(plain, compile=True, compile_regions=True, cuda_graphs=True)):
+    for compute in (plain, replace(plain, compile=True, compile_regions=True, cuda_graphs=True)):
         torch.manual_seed(1)
-        model = make_model(config).to(machine.device)
-        run = TrainingRun(training, machine, model, lambda step: [batch])
+        model = make_model(config).to(compute.device)
+        run = TrainingRun(training, compute, model, lambda step: [batch])
         runner, optimizer = build_step_runner(run), make_optimizer(model, training)
         found.append([train_step(run, runner, optimizer, [batch], i, 1e-3).item() for i in range(5)])
     assert isinstance(runner, CudaGraphStep)

@@ -34,17 +34,17 @@ def test_only_training_uses_fp8(capsys: pytest.CaptureFixture[str]) -> None:
     """All linear layers of the blocks except those whose width is not a multiple of 16; evaluation is exact."""
     torch.manual_seed(0)
     model = make_model(bert(2, 32, 2, 100, mlp=MLPConfig(72, "gelu"), dropout=0.0, attention_dropout=0.0)).eval()
-    twin = copy.deepcopy(model)
+    reference = copy.deepcopy(model)
     convert_to_fp8(model, CPU)
     kinds = {name: type(layer) for name, layer in model.named_modules() if isinstance(layer, nn.Linear)}
     assert {name.rpartition(".")[2] for name, kind in kinds.items() if kind is Float8Linear} == {"qkv", "out"}
     assert "4 layers stay out of FP8" in " ".join(capsys.readouterr().err.split())
     tokens = torch.randint(5, 100, (4, 16))
-    assert_close(model(tokens).logits, twin(tokens).logits, rtol=0, atol=0)
+    assert_close(model(tokens).logits, reference(tokens).logits, rtol=0, atol=0)
     found = model.train()(tokens).logits
-    assert 0 < far(found.detach(), twin.train()(tokens).logits.detach()) < 0.2
+    assert 0 < far(found.detach(), reference.train()(tokens).logits.detach()) < 0.2
     odd = torch.randint(5, 100, (1, 15))  # not a multiple of 16 positions either
-    assert_close(model(odd).logits, twin(odd).logits, rtol=0, atol=0)
+    assert_close(model(odd).logits, reference(odd).logits, rtol=0, atol=0)
 
 
 MODELS = {
@@ -64,7 +64,7 @@ def test_every_block_matmul_is_fp8(name: str, device: str, monkeypatch: pytest.M
     config = replace(MODELS[name], dropout=0.0, attention_dropout=0.0)
     torch.manual_seed(3)
     model = make_model(config).train().to(device)
-    twin = copy.deepcopy(model)
+    reference = copy.deepcopy(model)
     tokens = torch.randint(5, 50, (4, 16), device=device)
     batch = Batch(tokens, labels=tokens.roll(-1, 1))
     if config.architecture == "encoder":
@@ -80,7 +80,7 @@ def test_every_block_matmul_is_fp8(name: str, device: str, monkeypatch: pytest.M
             sum(model.losses(batch).values()).backward()  # type: ignore[operator]
         return {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
 
-    found, wanted = gradients(model), gradients(twin)
+    found, wanted = gradients(model), gradients(reference)
     layers = sum(isinstance(layer, Float8Linear) for layer in model.modules())
     crossing = sum(name.endswith("cross.qkv") for name, _ in model.named_modules())  # queries; keys and values
     assert len(calls) == 2 * (layers + crossing)
@@ -123,14 +123,14 @@ def test_mlp_dropout_is_applied() -> None:
     assert torch.equal(mlp(x), mlp(x))
 
 
-@pytest.mark.parametrize(("name", "places"), [("deberta", (4, 16)), ("t5", (1, 24)), ("bart", (2, 24))])
-def test_with_float32_activations(name: str, places: tuple[int, int]) -> None:
+@pytest.mark.parametrize(("name", "shape"), [("deberta", (4, 16)), ("t5", (1, 24)), ("bart", (2, 24))])
+def test_with_float32_activations(name: str, shape: tuple[int, int]) -> None:
     """Matmuls whose rows are not a multiple of 16 stay exact and mix with FP8 ones."""
     config = deberta(2, 32, 2, vocab_size=50) if name == "deberta" else MODELS[name]
     torch.manual_seed(0)
     model = make_model(replace(config, dropout=0.0, attention_dropout=0.0)).train()
     convert_to_fp8(model, CPU)
-    tokens = torch.randint(5, 50, places)
+    tokens = torch.randint(5, 50, shape)
     batch = Batch(tokens, target_positions=torch.arange(4).expand(len(tokens), 4), labels=tokens[:, :4])
     if name != "deberta":
         batch = Batch(tokens, decoder_input_ids=tokens[:, :16], labels=tokens[:, :16])

@@ -122,15 +122,15 @@ def test_fake_tensors_have_the_right_shapes_and_dtypes(gated: bool, biased: bool
     torch.library.opcheck(quantize_activation_backward, (dy, x, bias, factor, 0, gated), test_utils=checks)
 
 
-@pytest.mark.parametrize("room", [100_352, 232_448])  # bytes of shared memory: Ada, Hopper
-def test_tiles_cover_rows_of_every_width(room: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "shared_memory_bytes", lambda device: room)
+@pytest.mark.parametrize("shared_bytes", [100_352, 232_448])  # bytes of shared memory: Ada, Hopper
+def test_tiles_cover_rows_of_every_width(shared_bytes: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "shared_memory_bytes", lambda device: shared_bytes)
     for row in (1_000, 30_000, 114_688, 229_376, 10**6):
         stages = [
             shape.num_stages(row, torch.device("cuda"))
             for shape in (QUANTIZE_LAUNCH, ACTIVATION_LAUNCH, ACTIVATION_BWD_LAUNCH)
         ]
-        assert all(n >= 1 and ((n - 1) * row <= room - 8192) for n in stages)
+        assert all(n >= 1 and ((n - 1) * row <= shared_bytes - 8192) for n in stages)
     assert ACTIVATION_BWD_LAUNCH.num_stages(1_000, torch.device("cuda")) == ACTIVATION_BWD_LAUNCH.max_stages
     for shape in (QUANTIZE_LAUNCH, ACTIVATION_LAUNCH, ACTIVATION_BWD_LAUNCH):
         for N in range(16, 40_000, 16):

@@ -54,11 +54,11 @@ def test_norm_backward_kernel(
 ) -> None:
     monkeypatch.setattr(module, "NORM_BWD_LAUNCH", module.NORM_BWD_LAUNCH._replace(programs_per_sm=each))
     monkeypatch.setattr("firth.models.fp8.quantize.num_multiprocessors", lambda device: 1)
-    asked, exact = what_comes_back(N, more, rate, dtype, DEVICE)
+    arguments, exact = what_comes_back(N, more, rate, dtype, DEVICE)
     found = []
     for way in (False, True):
         monkeypatch.setattr(module, "can_use_triton", lambda x, way=way: way)
-        found.append(residual_norm_backward(*asked))
+        found.append(residual_norm_backward(*arguments))
     one, two = found
     assert [a.dtype for a in one] == [a.dtype for a in two]
     assert [a.shape for a in one[:4]] == [a.shape for a in two[:4]]
@@ -74,10 +74,12 @@ def test_norm_backward_kernel(
 @pytest.mark.parametrize("rate", [0.0, 0.1])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_fake_tensors_have_the_right_shapes_and_dtypes(more: bool, rate: float, dtype: torch.dtype) -> None:
-    asked, exact = what_comes_back(48, more, rate, dtype, "cpu")
-    for dy in (asked[0], asked[0].t().contiguous().t()):
-        torch.library.opcheck(residual_norm_backward, (dy, *asked[1:]), test_utils=("test_schema", "test_faketensor"))
-    assert far(residual_norm_backward(*asked)[0], exact) < 4e-3
+    arguments, exact = what_comes_back(48, more, rate, dtype, "cpu")
+    for dy in (arguments[0], arguments[0].t().contiguous().t()):
+        torch.library.opcheck(
+            residual_norm_backward, (dy, *arguments[1:]), test_utils=("test_schema", "test_faketensor")
+        )
+    assert far(residual_norm_backward(*arguments)[0], exact) < 4e-3
 
 
 MAPS = ["one", "two"]

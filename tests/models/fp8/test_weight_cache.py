@@ -53,13 +53,13 @@ def test_cached_weights_are_current_and_temporary() -> None:
     first: Float8Linear = layers[0]  # type: ignore[assignment]
     with cache_fp8_weights(layers):
         check(layers)
-        room = first.fp8_cache
+        cache = first.fp8_cache
     assert first.fp8_cache is None
     with torch.no_grad():
         first.weight.mul_(-3)
     with pytest.raises(ValueError, match="stop"), cache_fp8_weights(layers):
         check(layers)
-        assert first.fp8_cache is room
+        assert first.fp8_cache is cache
         raise ValueError("stop")
     assert first.fp8_cache is None
 
@@ -79,6 +79,6 @@ def test_a_layer_gives_the_same_result_with_and_without_the_cache() -> None:
 def test_copies_do_not_share_the_cache() -> None:
     layers = some_layers("cpu")
     with cache_fp8_weights(layers):
-        twin = copy.deepcopy(layers)
-    assert all(layer.fp8_cache is None and layer.fp8_buffer is None for layer in twin[:3])  # type: ignore[union-attr]
-    assert torch.equal(twin[0].weight, layers[0].weight)
+        copied = copy.deepcopy(layers)
+    assert all(layer.fp8_cache is None and layer.fp8_buffer is None for layer in copied[:3])  # type: ignore[union-attr]
+    assert torch.equal(copied[0].weight, layers[0].weight)

@@ -137,11 +137,11 @@ def test_packed_kv_of_cross_attention(name: str, compiled: bool) -> None:
     q = torch.randn(B, case.T, H * case.d, device=DEVICE, requires_grad=True)
     both = torch.randn(B, case.S, 2 * H * case.d, device=DEVICE, requires_grad=True)
     bias = torch.randn(1, H, case.T, case.S, device=DEVICE, requires_grad=True) if case.bias else None
-    mask, reach = torch.rand(B, 1, case.T, case.S, device=DEVICE) < 0.6 if case.mask else None, None
+    mask, key_range = torch.rand(B, 1, case.T, case.S, device=DEVICE) < 0.6 if case.mask else None, None
     if name == "mask":
         doc, read_doc = (torch.randint(0, 3, (B, n), device=DEVICE).sort(1).values for n in (case.T, case.S))
-        mask, reach = None, make_attention_spec(False, doc, key_document_ids=read_doc).key_range
-    rest = (mask, reach, bias, False, case.dropout, 0.125)
+        mask, key_range = None, make_attention_spec(False, doc, key_document_ids=read_doc).key_range
+    rest = (mask, key_range, bias, False, case.dropout, 0.125)
 
     def packed(q: Tensor, both: Tensor) -> Tensor:
         return fused_qkv_attention(q, both, H, *rest).sin()
@@ -177,10 +177,8 @@ def nothing_unwritten() -> Iterator[None]:
 def test_relative_position_scores(name: str, T: int) -> None:
     """Scores of queries and keys by distance: outputs and all gradients, in full and partial tiles."""
     doc, rank = (torch.arange(T, device=DEVICE) // 50).expand(B, T), torch.randperm(T, device=DEVICE).expand(B, T)
-    sight = make_attention_spec(
-        False, doc if name in ("documents", "mask") else None, rank if name == "ranks" else None
-    )
-    reach, found = None if name == "mask" else sight.key_range, []
+    spec = make_attention_spec(False, doc if name in ("documents", "mask") else None, rank if name == "ranks" else None)
+    key_range, found = None if name == "mask" else spec.key_range, []
     for ours in (True, False):
         torch.manual_seed(9)
         given = [torch.randn(B, H, T, 32, device=DEVICE, requires_grad=True) for _ in range(3)]
@@ -188,10 +186,10 @@ def test_relative_position_scores(name: str, T: int) -> None:
         q, k, v = given
         scores = RelativeScores(q, T - 1, (q, vectors[0]), (k, vectors[1]))
         if ours:
-            y = fused_relative_attention(scores, k, v, sight.mask, reach, 0.0, 0.1)
+            y = fused_relative_attention(scores, k, v, spec.mask, key_range, 0.0, 0.1)
         else:
             x = (q @ k.mT + scores.to_dense(T)) * 0.1
-            y = (x if sight.mask is None else x.masked_fill(~sight.mask, float("-inf"))).softmax(-1) @ v
+            y = (x if spec.mask is None else x.masked_fill(~spec.mask, float("-inf"))).softmax(-1) @ v
         found.append([y, *torch.autograd.grad(y.square().sum(), [*given, *vectors])])
     for a, b in zip(*found, strict=True):
         assert_close(a, b, rtol=1e-4, atol=1e-4)
@@ -245,15 +243,15 @@ def test_far_keys_share_one_bias(name: str, short: bool) -> None:
     table = 3 * torch.randn(H, 2 * far + 1, device=DEVICE, generator=generator)
     mask = torch.rand(B, 1, T, S, device=DEVICE, generator=generator) < 0.6 if case.mask else None
     doc = torch.arange(T, device=DEVICE).expand(B, T) // 150 if "documents" in name else None
-    reach = make_key_range(case.causal, doc, None) if doc is not None else None
+    key_range = make_key_range(case.causal, doc, None) if doc is not None else None
     found = []
     for known in (0, far):
         given = [x.to(dtype, copy=True).requires_grad_() for x in (q, k, v)]
         given.append(table.clone().requires_grad_())  # whose gradient is a sum of many
         bias = given[3][:, distance.clamp(-far, far) + far][None].to(dtype)
         torch.manual_seed(4)
-        causal = case.causal and reach is None
-        y = fused_attention(*given[:3], mask, reach, bias, causal, case.dropout, 0.125, known)
+        causal = case.causal and key_range is None
+        y = fused_attention(*given[:3], mask, key_range, bias, causal, case.dropout, 0.125, known)
         found.append([y, *torch.autograd.grad(y.float().square().sum(), given)])
     tolerance = 1e-5 if not short else 5e-4 if INTERPRETED else 4e-3
     for a, b in zip(*found, strict=True):
@@ -300,8 +298,8 @@ SIGHTS = (
     "causal documents",
     "ranks",
     "documents and ranks",
-    "asked",
-    "asked without documents",
+    "targets",
+    "targets without documents",
     "across",
     "a window",
     "a window of documents",
@@ -319,32 +317,32 @@ def test_key_ranges_equal_a_mask(name: str, T: int) -> None:
     doc[0, 61:], doc[0, 140:], doc[0, 270:], doc[1, 1:], doc[1, 64:], doc[1, 192:] = 1, 2, -1, 1, 2, 3
     if name == "documents with holes":  # as the mask of a user may have them
         doc[0], doc[0, 130], doc[0, 70] = 0, -1, -1
-    rank, asked = torch.randint(0, 6, (B, T)), torch.randint(0, T, (B, K))
-    doc, rank, asked = (x.to(DEVICE) for x in (doc, rank, asked))
+    rank, positions = torch.randint(0, 6, (B, T)), torch.randint(0, T, (B, K))
+    doc, rank, positions = (x.to(DEVICE) for x in (doc, rank, positions))
     near = attention.LocalWindow(torch.arange(T, device=DEVICE), 20)
-    sights = {
+    specs = {
         "documents": lambda: make_attention_spec(False, doc),
         "documents with holes": lambda: make_attention_spec(False, doc),
         "causal documents": lambda: make_attention_spec(True, doc),
         "ranks": lambda: make_attention_spec(False, None, rank),
         "documents and ranks": lambda: make_attention_spec(False, doc, rank),
-        "asked": lambda: make_query_stream_spec(doc, rank, asked),
-        "asked without documents": lambda: make_query_stream_spec(None, rank, asked),
+        "targets": lambda: make_query_stream_spec(doc, rank, positions),
+        "targets without documents": lambda: make_query_stream_spec(None, rank, positions),
         "across": lambda: make_attention_spec(False, doc[:, :K].contiguous(), key_document_ids=doc),
         "a window": lambda: make_attention_spec(False, None, window=near),
         "a window of documents": lambda: make_attention_spec(False, doc, window=near),
         "a causal window": lambda: make_attention_spec(True, None, window=near),
         "a causal window of documents": lambda: make_attention_spec(True, doc, window=near),
     }
-    sight = sights[name]()
-    assert sight.mask is not None
-    q, k, v = (torch.randn(B, H, n, d, device=DEVICE, requires_grad=True) for n in (sight.mask.shape[2], T, T))
+    spec = specs[name]()
+    assert spec.mask is not None
+    q, k, v = (torch.randn(B, H, n, d, device=DEVICE, requires_grad=True) for n in (spec.mask.shape[2], T, T))
 
-    def answers(reach: KeyRange | None, sight: AttentionSpec = sight) -> list[Tensor]:
-        y = fused_attention(q, k, v, sight.mask, reach, None, False, 0.0, 0.2)
+    def answers(key_range: KeyRange | None, spec: AttentionSpec = spec) -> list[Tensor]:
+        y = fused_attention(q, k, v, spec.mask, key_range, None, False, 0.0, 0.2)
         return [y, *torch.autograd.grad(y.square().sum(), (q, k, v))]
 
-    for a, b in zip(answers(None), answers(sight.key_range), strict=True):
+    for a, b in zip(answers(None), answers(spec.key_range), strict=True):
         assert_close(a, b)
 
 
@@ -368,8 +366,8 @@ def test_models_with_fused_and_eager_attention(name: str, packed: bool, monkeypa
     batch = Batch(*(None if x is None else x.to(DEVICE) for x in batch))
     ways: list[str] = []
 
-    def can_do(q: Tensor, k: Tensor, sight: AttentionSpec) -> bool:
-        return sight.masked_bias is None or sight.bias is not None
+    def can_do(q: Tensor, k: Tensor, spec: AttentionSpec) -> bool:
+        return spec.masked_bias is None or spec.bias is not None
 
     def answers(ours: bool) -> dict[str, Tensor]:
         def kernel(

@@ -43,7 +43,7 @@ class Case(NamedTuple):
     rank: bool = False
     segment: bool = False
     memory: bool = False
-    asked: bool = False  # by the query stream, at target positions only
+    targets: bool = False  # by the query stream, at target positions only
     changes: dict[str, Any] = {}  # noqa: RUF012, never changed
 
 
@@ -71,14 +71,16 @@ CASES = {
     "disentangled, buckets": Case(
         Disentangled(max_distance=64, num_buckets=32, share_projections=True, norm_embeddings=True), doc=True
     ),
-    "disentangled, asked": Case(Disentangled(max_distance=64), doc=True, rank=True, asked=True),
+    "disentangled, targets": Case(Disentangled(max_distance=64), doc=True, rank=True, targets=True),
     "transformer-xl": Case(TransformerXL(), doc=True),
     "transformer-xl, causal": Case(TransformerXL(), causal=True),
     "transformer-xl, ranks": Case(TransformerXL(), doc=True, rank=True),
     "transformer-xl, segments": Case(TransformerXL(relative_segments=True), doc=True, segment=True),
     "transformer-xl, memory": Case(TransformerXL(), doc=True, memory=True),
     "transformer-xl, causal memory": Case(TransformerXL(), causal=True, memory=True),
-    "transformer-xl, asked": Case(TransformerXL(relative_segments=True), doc=True, rank=True, segment=True, asked=True),
+    "transformer-xl, targets": Case(
+        TransformerXL(relative_segments=True), doc=True, rank=True, segment=True, targets=True
+    ),
 }
 
 
@@ -113,8 +115,8 @@ def answers(stack: Stack, case: Case, plain: bool, bf16: bool, compiled: bool) -
         stack.memory.states = {0: past}
     attention = torch.compile(stack.blocks[0].attention) if compiled else stack.blocks[0].attention
     with torch.autocast(DEVICE, torch.bfloat16, enabled=bf16):
-        sight, query, content = what_is_seen(stack, case, x, past, seen)
-        y = attention(query, sight, content)
+        spec, query, content = what_is_seen(stack, case, x, past, seen)
+        y = attention(query, spec, content)
     (y.float() * torch.linspace(-1, 1, D, device=DEVICE)).square().sum().backward()
     assert not plain or seen, "only single operations know the weights"
     found = {n: p.grad for n, p in stack.named_parameters() if p.grad is not None}
@@ -130,17 +132,17 @@ def what_is_seen(
     batch = rows()
     doc, rank, segment = (batch[name] if getattr(case, name) else None for name in ("doc", "rank", "segment"))
     wide, narrow = stack.attention_specs(x, doc, rank, attentions=seen, token_type_ids=segment)
-    sight = wide if stack.config.window is None else narrow
+    spec = wide if stack.config.window is None else narrow
     if case.memory:
-        return sight, x, torch.cat([past, x], 1)
-    if not case.asked:
-        return sight, x, None
+        return spec, x, torch.cat([past, x], 1)
+    if not case.targets:
+        return spec, x, None
     assert rank is not None
-    asked = torch.tensor([[3, 149, 64, 0, 0], [9, 10, 11, 100, 63], [0, 1, 148, 65, 2]], device=DEVICE)
-    earlier = make_query_stream_spec(doc, rank, asked)._replace(
-        relative_positions=wide.relative_positions.at_positions(asked), attentions=seen
+    targets = torch.tensor([[3, 149, 64, 0, 0], [9, 10, 11, 100, 63], [0, 1, 148, 65, 2]], device=DEVICE)
+    earlier = make_query_stream_spec(doc, rank, targets)._replace(
+        relative_positions=wide.relative_positions.at_positions(targets), attentions=seen
     )
-    return earlier, x[torch.arange(B, device=DEVICE)[:, None], asked], x
+    return earlier, x[torch.arange(B, device=DEVICE)[:, None], targets], x
 
 
 @pytest.fixture(autouse=True)
@@ -164,7 +166,7 @@ def compiled_too(names: list[str]) -> list[Any]:
         "buckets",
         "disentangled",
         "transformer-xl",
-        "transformer-xl, asked",
+        "transformer-xl, targets",
         "transformer-xl, segments",
     )
     return [*((name, False) for name in names), *((name, True) for name in some)]

@@ -132,18 +132,18 @@ def test_five_steps_have_equal_losses(way: str, family: str) -> None:
     config = make(2, 128, 2, 1001, dropout=0.0, attention_dropout=0.0)
     rng = np.random.default_rng(0)
     tokens = rng.integers(0, 1001, size=(8, 64))
-    asked = np.sort(rng.permuted(np.tile(np.arange(64), (8, 1)), axis=1)[:, :10], 1)
-    labels = np.roll(tokens, -1, 1) if family == "gpt2" else np.take_along_axis(tokens, asked, 1)
-    batch = Batch(tokens, target_positions=None if family == "gpt2" else asked, labels=labels)
+    positions = np.sort(rng.permuted(np.tile(np.arange(64), (8, 1)), axis=1)[:, :10], 1)
+    labels = np.roll(tokens, -1, 1) if family == "gpt2" else np.take_along_axis(tokens, positions, 1)
+    batch = Batch(tokens, target_positions=None if family == "gpt2" else positions, labels=labels)
     training = TrainingConfig(learning_rate=3e-3, **WAYS[way])  # type: ignore[arg-type]
     cpu = ComputeConfig(torch.device("cpu"), bf16=False, compile=False)
     graphs, parts = bool(training.engine.cuda_graphs), training.engine.compile_regions
     gpu = ComputeConfig(torch.device(DEVICE), bf16=True, compile=True, cuda_graphs=graphs, compile_regions=parts)
     found = []
-    for machine, own in ((cpu, TrainingConfig(learning_rate=3e-3, optim=training.optim)), (gpu, training)):
+    for compute, own in ((cpu, TrainingConfig(learning_rate=3e-3, optim=training.optim)), (gpu, training)):
         torch.manual_seed(1)
-        model = make_model(config).to(machine.device)
-        run = TrainingRun(own, machine, model, lambda step: [batch])
+        model = make_model(config).to(compute.device)
+        run = TrainingRun(own, compute, model, lambda step: [batch])
         runner, optimizer = build_step_runner(run), make_optimizer(model, own)
         late = [read_async(train_step(run, runner, optimizer, [batch], i, 3e-3)) for i in range(5)]
         found.append([read() for read in late])

@@ -19,12 +19,12 @@ class Kernel:
     """Records in order what it was compiled for and launched with."""
 
     def __init__(self, error: Exception | None = None) -> None:
-        self.told: list[Any] = []
+        self.calls: list[Any] = []
         self.go, self.error, self.ready = Event(), error, 0
 
     def warmup(self, *kinds: Any, grid: tuple[int, ...], **made_for: Any) -> Kernel:
         self.go.wait(300)
-        self.told.append((kinds, made_for))
+        self.calls.append((kinds, made_for))
         if self.error:
             raise self.error
         return self
@@ -35,7 +35,7 @@ class Kernel:
         self.ready += 1
 
     def __getitem__(self, grid: tuple[int, ...]) -> Any:
-        return lambda *given, **made_for: self.told.append((grid, made_for))
+        return lambda *given, **made_for: self.calls.append((grid, made_for))
 
 
 @pytest.fixture
@@ -60,13 +60,13 @@ def test_a_kernel_is_compiled_once_and_then_launched(error: Exception | None) ->
     for _ in range(3):  # layers that are alike
         launch(kernel, (4,), fake(2, 3), 6, fake(1, dtype=torch.float32), BLOCK=64)
     launch(kernel, (4,), fake(2, 3), 7, fake(1, dtype=torch.float32), BLOCK=64)
-    assert kernel.told == [], "who traces does not wait"
+    assert kernel.calls == [], "who traces does not wait"
     kernel.go.set()
     launch(kernel, (4,), torch.zeros(2, 3), 6, torch.zeros(1), BLOCK=64)
     made_for = {"BLOCK": 64}
     compiled = [((torch.bfloat16, number, torch.float32), made_for) for number in (6, 7)]
-    assert sorted(kernel.told[:2], key=lambda told: told[0][1]) == compiled
-    assert kernel.told[2:] == [((4,), made_for)], "only now, and although it could not be compiled beforehand"
+    assert sorted(kernel.calls[:2], key=lambda calls: calls[0][1]) == compiled
+    assert kernel.calls[2:] == [((4,), made_for)], "only now, and although it could not be compiled beforehand"
     assert kernel.ready == (0 if error else 2)
 
 
@@ -79,14 +79,14 @@ def test_nothing_is_compiled_where_there_is_no_gpu(monkeypatch: pytest.MonkeyPat
 
 
 def test_one_function_is_kernel_and_fake_kernel() -> None:
-    asked = []
+    kinds_seen = []
 
     @kernel_op("firth_test::twice_as_wide")
     def twice_as_wide(x: torch.Tensor) -> torch.Tensor:
-        asked.append(type(x).__name__)
+        kinds_seen.append(type(x).__name__)
         return torch.cat([x, x], 1)
 
     assert twice_as_wide(torch.ones(2, 3)).shape == (2, 6)
     assert twice_as_wide(fake(2, 3)).shape == (2, 6)
-    assert asked == ["Tensor", "FakeTensor"]
+    assert kinds_seen == ["Tensor", "FakeTensor"]
     assert torch.compile(twice_as_wide, backend="aot_eager")(torch.ones(2, 5)).shape == (2, 10)

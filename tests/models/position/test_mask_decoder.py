@@ -37,13 +37,13 @@ def lively(config: Any) -> Encoder:
     return model
 
 
-def disentangled_attention(model: Encoder, layer: int, asks: Tensor, reads: Tensor, doc: Tensor) -> Tensor:
+def disentangled_attention(model: Encoder, layer: int, queries: Tensor, content: Tensor, doc: Tensor) -> Tensor:
     """Equations (2) to (4) of He et al. 2021 for one row and one head, pair by pair of positions."""
     attention = model.stack.blocks[layer].attention
     weight, bias, d = attention.qkv.weight, attention.qkv_bias, D // H
     wq, wk, wv = weight.split(D)
     bq, bk, bv = bias.split(D)
-    q, k, v = asks @ wq.T + bq, reads @ wk.T + bk, reads @ wv.T + bv
+    q, k, v = queries @ wq.T + bq, content @ wk.T + bk, content @ wv.T + bv
     p = model.stack.shared.table.weight
     qr, kr = attention.score.pos_query(p), attention.score.pos_key(p)
     far = len(p) // 2
@@ -54,17 +54,17 @@ def disentangled_attention(model: Encoder, layer: int, asks: Tensor, reads: Tens
             seen = [j for j in range(T) if doc[j] == doc[i]]
             scores = []
             for j in seen:
-                place = max(0, min(2 * far - 1, i - j + far))
-                a = q[i, part] @ k[j, part] + q[i, part] @ kr[place, part] + k[j, part] @ qr[place, part]
+                index = max(0, min(2 * far - 1, i - j + far))
+                a = q[i, part] @ k[j, part] + q[i, part] @ kr[index, part] + k[j, part] @ qr[index, part]
                 scores.append(a / (3 * d) ** 0.5)
             shares = torch.stack(scores).softmax(0)
             out[i, part] = sum(share * v[j, part] for share, j in zip(shares, seen, strict=True))
     return out @ attention.out.weight.T + attention.out.bias
 
 
-def block(model: Encoder, layer: int, asks: Tensor, reads: Tensor, doc: Tensor) -> Tensor:
+def block(model: Encoder, layer: int, queries: Tensor, content: Tensor, doc: Tensor) -> Tensor:
     b = model.stack.blocks[layer]
-    x = b.attention_norm(asks + disentangled_attention(model, layer, asks, reads, doc))
+    x = b.attention_norm(queries + disentangled_attention(model, layer, queries, content, doc))
     return b.mlp_norm(x + F.gelu(x @ b.mlp.up.weight.T + b.mlp.up.bias) @ b.mlp.down.weight.T + b.mlp.down.bias)
 
 
@@ -181,11 +181,11 @@ def test_backbone_embeddings_are_the_generators_plus_the_delta() -> None:
     model = lively(GENERATOR)
     assert model.generator is not None
     assert model.generator.delta is not None
-    body, words = model.backbone(Batch(BATCH.input_ids)), model(BATCH.input_ids).logits
+    hidden, words = model.backbone(Batch(BATCH.input_ids)), model(BATCH.input_ids).logits
     with torch.no_grad():
         model.embed.tokens.weight += model.generator.delta.weight
         model.generator.delta.weight.zero_()
-    assert_close(model.backbone(Batch(BATCH.input_ids)), body)
+    assert_close(model.backbone(Batch(BATCH.input_ids)), hidden)
     assert not torch.allclose(model(BATCH.input_ids).logits, words)
 
 

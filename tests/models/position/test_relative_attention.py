@@ -66,8 +66,8 @@ def test_transformer_xl_by_hand() -> None:
     spec = TransformerXL(relative_segments=True)
     score = stir(TransformerXLScore(config(spec), spec))
     q, k = torch.randn(2, B, H, T, d).unbind()
-    places = RelativeSinusoids(config(spec), spec)(torch.randn(B, T, D), T, SEGMENT)
-    scores = score(q, k, AttentionSpec(relative_positions=places), None)
+    relative = RelativeSinusoids(config(spec), spec)(torch.randn(B, T, D), T, SEGMENT)
+    scores = score(q, k, AttentionSpec(relative_positions=relative), None)
     found = scores.query @ k.mT + scores.to_dense(T)
     wanted = torch.empty(B, H, T, T)
     assert score.segments is not None
@@ -99,8 +99,8 @@ def test_disentangled_by_hand(bucketed: bool, shared: bool) -> None:
     attention, vectors = stir(Attention(config(spec))), stir(RelativePositionEmbedding(config(spec), spec))
     assert isinstance(attention.score, DisentangledScore)
     q, k = torch.randn(2, B, H, T, d).unbind()
-    sight = AttentionSpec(relative_positions=vectors(torch.randn(B, T, D), T))
-    found = attention.score(q, k, sight, attention.project_qk).to_dense(T)
+    spec_of_attention = AttentionSpec(relative_positions=vectors(torch.randn(B, T, D), T))
+    found = attention.score(q, k, spec_of_attention, attention.project_qk).to_dense(T)
     assert attention.scale == (3 * d) ** -0.5
 
     if shared:
@@ -155,17 +155,17 @@ def test_shaw_by_hand() -> None:
 def test_rel_shift_of_some_queries(T: int, S: int) -> None:
     """The score of a distance is the distance itself, for queries and for keys; queries may be a subset."""
     wanted = (torch.arange(S)[None, :] - torch.arange(T)[:, None]).expand(2, 3, T, S)
-    asks = torch.arange(1 - T, S).expand(2, 3, T, -1)
+    query_scores = torch.arange(1 - T, S).expand(2, 3, T, -1)
     reads = torch.arange(1 - T, S).flip(0).expand(2, 3, S, -1)
-    assert torch.equal(query_relative_scores(asks, S, None, T - 1), wanted)
+    assert torch.equal(query_relative_scores(query_scores, S, None, T - 1), wanted)
     assert torch.equal(key_relative_scores(reads, T, None), wanted)
     some = torch.tensor([[T - 1, 0], [0, 0]])
     by_row = torch.stack([wanted[0, :, [T - 1, 0]], wanted[1, :, [0, 0]]])
-    assert torch.equal(query_relative_scores(asks[:, :, :1].expand(2, 3, 2, -1), S, some, T - 1), by_row)
+    assert torch.equal(query_relative_scores(query_scores[:, :, :1].expand(2, 3, 2, -1), S, some, T - 1), by_row)
     assert torch.equal(key_relative_scores(reads, 2, some), by_row)
 
 
-def sights() -> dict[str, AttentionSpec]:
+def specs_by_name() -> dict[str, AttentionSpec]:
     doc = torch.tensor([[0, 0, 0, 1, 1, 1, 1], [0, 0, 0, 0, 0, -1, -1]])
     rank = torch.tensor([[0, 2, 0, 1, 0, 3, 0], [0, 0, 0, 2, 1, 0, 0]])
     nobody = make_attention_spec(False, None, rank).mask
@@ -182,9 +182,9 @@ def sights() -> dict[str, AttentionSpec]:
     }
 
 
-@pytest.mark.parametrize("sight", sights())
+@pytest.mark.parametrize("visibility", specs_by_name())
 @pytest.mark.parametrize("name", POSITIONS)
-def test_kernels_agree(name: str, sight: str) -> None:
+def test_kernels_agree(name: str, visibility: str) -> None:
     """SDPA and eager operations: equal outputs and gradients."""
     spec, x = POSITIONS[name], torch.randn(B, T, D)
     stack = stir(Stack(config(spec), 2, is_causal=False))
@@ -192,8 +192,8 @@ def test_kernels_agree(name: str, sight: str) -> None:
     found: list[list[Tensor]] = []
     for seen in (None, []):
         stack.zero_grad()
-        places = stack.shared(x, T, SEGMENT)
-        whole = sights()[sight]._replace(relative_positions=places, attentions=seen)
+        relative = stack.shared(x, T, SEGMENT)
+        whole = specs_by_name()[visibility]._replace(relative_positions=relative, attentions=seen)
         y = stack.blocks[0](x, whole)
         (y * torch.linspace(-1, 1, D)).square().mean().backward()
         gradients = [p.grad.clone() for p in stack.parameters() if p.grad is not None]
@@ -209,14 +209,14 @@ def test_kernels_agree(name: str, sight: str) -> None:
 def test_queries_at_some_positions_equal_those_at_all(name: str) -> None:
     stack, x = stir(Stack(config(POSITIONS[name]), 1, is_causal=False)), torch.randn(B, T, D)
     assert stack.shared is not None
-    places: RelativePositions = stack.shared(x, T, SEGMENT)
-    asked = torch.tensor([[5, 0, 0], [6, 2, 3]])
+    relative: RelativePositions = stack.shared(x, T, SEGMENT)
+    positions = torch.tensor([[5, 0, 0], [6, 2, 3]])
     row = torch.arange(B)[:, None]
-    other = None if places.is_other_segment is None else places.is_other_segment[row, asked]
-    some = AttentionSpec(relative_positions=places._replace(query_positions=asked, is_other_segment=other))
+    other = None if relative.is_other_segment is None else relative.is_other_segment[row, positions]
+    some = AttentionSpec(relative_positions=relative._replace(query_positions=positions, is_other_segment=other))
     attention = stack.blocks[0].attention
-    whole = attention(x, AttentionSpec(relative_positions=places))
-    assert_close(attention(x[row, asked], some, x), whole[row, asked])
+    whole = attention(x, AttentionSpec(relative_positions=relative))
+    assert_close(attention(x[row, positions], some, x), whole[row, positions])
 
 
 @pytest.mark.parametrize("name", POSITIONS)

@@ -100,8 +100,8 @@ def test_char_cnn_by_hand() -> None:
         assert isinstance(conv, nn.Conv1d)
         (width,) = conv.kernel_size
         for weight, bias in zip(conv.weight.detach(), conv.bias.detach(), strict=True):  # type: ignore[union-attr]
-            places = range(len(x_CE) - width + 1)
-            found.append(max(0.0, max(float((x_CE[i : i + width].T * weight).sum() + bias) for i in places)))
+            starts = range(len(x_CE) - width + 1)
+            found.append(max(0.0, max(float((x_CE[i : i + width].T * weight).sum() + bias) for i in starts)))
     x = torch.tensor([found])
     (highway,) = embed.highways
     gate = torch.sigmoid(highway.gate(x))
@@ -131,27 +131,27 @@ def test_an_unknown_word_is_read_by_its_characters() -> None:
 
 
 @pytest.mark.parametrize("clip", [3.0, 0.0])
-@pytest.mark.parametrize("place", range(6))
-def test_no_direction_sees_its_target(clip: float, place: int) -> None:
+@pytest.mark.parametrize("position", range(6))
+def test_no_direction_sees_its_target(clip: float, position: int) -> None:
     """Forward states depend on tokens up to their position, backward states on tokens from it on."""
     model = small(clip)
     x = torch.randn(1, 6, P, requires_grad=True)
     stack = model.stack
     assert isinstance(stack, ELMoStack)
     forward, backward = stack.split_directions(stack(x, None))[0]
-    seen = torch.autograd.grad(forward[place].sum(), x, retain_graph=True)[0][0].abs().sum(-1) > 0
-    assert seen.tolist() == [i <= place for i in range(6)]
-    seen = torch.autograd.grad(backward[place].sum(), x)[0][0].abs().sum(-1) > 0
-    assert seen.tolist() == [i >= place for i in range(6)]
+    seen = torch.autograd.grad(forward[position].sum(), x, retain_graph=True)[0][0].abs().sum(-1) > 0
+    assert seen.tolist() == [i <= position for i in range(6)]
+    seen = torch.autograd.grad(backward[position].sum(), x)[0][0].abs().sum(-1) > 0
+    assert seen.tolist() == [i >= position for i in range(6)]
 
 
 def test_targets_are_the_next_and_the_previous_word() -> None:
     model = small()
     assert model.tokenizer is not None
     tokens = ids(model).numpy()
-    place = torch.arange(tokens.shape[1])[None].numpy()
-    rows = Rows(tokens, place * 0, place, place >= 0, place[:, 0])
-    batch = OBJECTIVES["bilm"](rows, CounterRNG(0, place[:, 0]), model.tokenizer.vocab).to(torch.device("cpu"))
+    position = torch.arange(tokens.shape[1])[None].numpy()
+    rows = Rows(tokens, position * 0, position, position >= 0, position[:, 0])
+    batch = OBJECTIVES["bilm"](rows, CounterRNG(0, position[:, 0]), model.tokenizer.vocab).to(torch.device("cpu"))
     assert batch.labels[0, 0, :-1].tolist() == tokens[0, 1:].tolist()
     assert batch.labels[0, 1, 1:].tolist() == tokens[0, :-1].tolist()
     logits = model.logits(batch)
@@ -217,8 +217,8 @@ def test_gradients_through_clipping(clip: float) -> None:
     if clip < 1:
         assert 0.1 < float((ours[0].abs() == clip).double().mean()) < 0.9
     assert_close(ours, theirs)
-    asked = [torch.randn_like(y) for y in theirs]
-    for mine, other in zip(*(torch.autograd.grad(found, given, asked) for found in (ours, theirs)), strict=True):
+    grad_outputs = [torch.randn_like(y) for y in theirs]
+    for mine, other in zip(*(torch.autograd.grad(found, given, grad_outputs) for found in (ours, theirs)), strict=True):
         assert_close(mine, other)
 
 
@@ -242,13 +242,13 @@ def test_fused_cell_kernels(dtype: torch.dtype) -> None:
         wanted = clipped.lstm_cell_forward(plain, before, clip)
         for mine, other in zip((cell, shown, ours), (*wanted, plain), strict=True):
             assert_close(mine.float(), other, **tolerance)
-        room = [torch.zeros(W, L, N, n, device=DEVICE) for n in (4 * H, H)]
+        buffers = [torch.zeros(W, L, N, n, device=DEVICE) for n in (4 * H, H)]
         state = plain, cell, before, dshown.float(), dc
-        dbefore = clipped.lstm_cell_backward(*state, *(x[:, 1] for x in room), clip)
-    mine = [torch.zeros_like(x, dtype=dtype) for x in room]
+        dbefore = clipped.lstm_cell_backward(*state, *(x[:, 1] for x in buffers), clip)
+    mine = [torch.zeros_like(x, dtype=dtype) for x in buffers]
     given = ours, cell, before, dshown, dc
     found = clipped.fused_lstm_cell_backward(given, *(x[:, 1] for x in mine), clip)
-    for x, y in zip((found, *mine), (dbefore, *room), strict=True):
+    for x, y in zip((found, *mine), (dbefore, *buffers), strict=True):
         assert_close(x.float(), y, **tolerance)
 
 
@@ -313,17 +313,17 @@ def test_a_head_on_a_scalar_mix() -> None:
     share = torch.tensor([0.0, 1.0, -1.0]).softmax(0)
     mixed = 2 * (share[0] * states[0] + share[1] * states[1] + share[2] * states[2])
     assert_close(tuned.hidden_states(Batch(ids(model))), mixed)
-    asked = torch.zeros(1, 1, dtype=torch.long)
-    assert_close(tuned(ids(model)).logits, tuned.logits(Batch(ids(model), target_positions=asked))[:, 0])
+    positions = torch.zeros(1, 1, dtype=torch.long)
+    assert_close(tuned(ids(model)).logits, tuned.logits(Batch(ids(model), target_positions=positions))[:, 0])
     assert tuned(ids(model)).hidden_states is None
 
 
-@pytest.mark.parametrize("body", ["elmo", "bag", "bert"])
-def test_a_bilstm_on_top(body: str) -> None:
-    base = {"elmo": small().config, "bag": bag_of_words(40, 6), "bert": bert(1, 6, 1, 40)}[body]
-    features = FeatureEncoderConfig(mix_layers=body != "bag", bilstm_hidden_size=4, dropout=0.0)
+@pytest.mark.parametrize("backbone", ["elmo", "bag", "bert"])
+def test_a_bilstm_on_top(backbone: str) -> None:
+    base = {"elmo": small().config, "bag": bag_of_words(40, 6), "bert": bert(1, 6, 1, 40)}[backbone]
+    features = FeatureEncoderConfig(mix_layers=backbone != "bag", bilstm_hidden_size=4, dropout=0.0)
     model = make_model(replace(base, head=ClassificationHead(("a", "b"), bias=True, pool="concat"), extras=(features,)))
-    if body == "elmo":
+    if backbone == "elmo":
         model.tokenizer = words_tokenizer()
     tokens = torch.randint(5, 14, (2, 5))
     batch = Batch(tokens, document_ids=torch.zeros_like(tokens), target_positions=torch.zeros(2, 1, dtype=torch.long))
@@ -363,8 +363,10 @@ def test_the_penalty_on_the_mix_is_its_squared_norm_for_any_split() -> None:
     with torch.no_grad():
         model.extras["features"].mix.weights.copy_(torch.tensor([3.0, -4.0]))
     tokens, doc = torch.randint(5, 40, (2, 5)), torch.tensor([[0, 0, 0, 1, 1], [0, 0, -1, -1, -1]])
-    asked, labels = torch.zeros(2, 1, dtype=torch.long), torch.tensor([[0], [1]])
-    batches = [Batch(tokens[i], doc[i], target_positions=asked[i], task_labels=labels[i]) for i in ([0, 1], [0], [1])]
+    positions, labels = torch.zeros(2, 1, dtype=torch.long), torch.tensor([[0], [1]])
+    batches = [
+        Batch(tokens[i], doc[i], target_positions=positions[i], task_labels=labels[i]) for i in ([0, 1], [0], [1])
+    ]
     whole, *halves = (model.losses(batch)["tokens"] for batch in batches)
     assert_close(whole / 7, torch.tensor(0.5 * 25))
     assert_close(sum(halves), whole)

@@ -103,7 +103,7 @@ def test_dropped_weights_have_no_gradient() -> None:
 def test_locked_dropout_is_shared_by_all_positions_of_a_text() -> None:
     torch.manual_seed(0)
     x = locked_dropout(torch.ones(50, 6, 20), 0.4)
-    assert (x == x[:, :1]).all(), "the same at all places"
+    assert (x == x[:, :1]).all(), "the same at all positions"
     assert not (x == x[:1]).all(), "and another for each text"
     assert x.unique().tolist() == pytest.approx([0.0, 1 / 0.6], rel=1e-4)
     assert float((x == 0).float().mean()) == pytest.approx(0.4, abs=0.05)
@@ -184,7 +184,7 @@ def test_truncated_backpropagation() -> None:
     assert_close(y, whole(x, None))
     y[0, 3].sum().backward()
     assert x.grad is not None
-    assert (x.grad[0, :2] == 0).all(), "two places are learned from"
+    assert (x.grad[0, :2] == 0).all(), "two positions are learned from"
     assert (x.grad[0, 2:4] != 0).all()
 
 
@@ -230,7 +230,7 @@ def test_unpack_and_repack() -> None:
     x = torch.arange(6.0).view(2, 3, 1) + 1
     texts = unpack_documents(x, doc)
     apart = texts.unpack(x)[..., 0]
-    assert [row[real].tolist() for row, real in zip(apart, texts.mask, strict=True)] == [[1, 2], [3], [5, 6]]
+    assert [row[is_token].tolist() for row, is_token in zip(apart, texts.mask, strict=True)] == [[1, 2], [3], [5, 6]]
     assert texts.repack(texts.unpack(x))[..., 0].tolist() == [[1, 2, 3], [0, 5, 6]]
     back = texts.repack(texts.reverse(texts.unpack(x)))[..., 0]
     assert back.tolist() == [[2, 1, 3], [0, 6, 5]]
@@ -286,13 +286,13 @@ def test_a_learned_initial_state() -> None:
 def test_concat_pooling() -> None:
     x = torch.randn(2, 5, 3)
     doc = torch.tensor([[0, 0, 1, 1, 1], [0, 0, 0, -1, -1]])
-    asked = torch.tensor([[1, 4], [2, 0]])
-    found = pool_hidden_states(x, asked, doc, "concat")
+    positions = torch.tensor([[1, 4], [2, 0]])
+    found = pool_hidden_states(x, positions, doc, "concat")
     assert found.shape == (2, 2, 9)
     for b, k, first, end in ((0, 0, 0, 2), (0, 1, 2, 5), (1, 0, 0, 3)):
         text = x[b, first:end]
         assert_close(found[b, k], torch.cat([text[-1], text.amax(0), text.mean(0)]))
-    assert_close(max_pool_documents(x, asked, None), x.amax(1, keepdim=True).expand(2, 2, 3))
+    assert_close(max_pool_documents(x, positions, None), x.amax(1, keepdim=True).expand(2, 2, 3))
 
 
 # --- presets --------------------------------------------------------------------------------------------------------

@@ -51,9 +51,9 @@ def test_logits_depend_on_the_source_and_on_earlier_targets(attention: bool) -> 
     net = model(attention)
     texts, answers = some(1, 5), some(1, 4, seed=1)
     before = net.hidden_states(Batch(texts, decoder_input_ids=answers))
-    for place in range(5):
+    for position in range(5):
         other = texts.clone()
-        other[0, place] = (other[0, place] + 1) % V
+        other[0, position] = (other[0, position] + 1) % V
         assert not torch.allclose(net.hidden_states(Batch(other, decoder_input_ids=answers)), before)
     later = answers.clone()
     later[0, 2] = (later[0, 2] + 1) % V

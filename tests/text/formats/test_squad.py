@@ -21,7 +21,7 @@ def squad(path: Path, *questions: dict[str, Any]) -> Path:
     return path
 
 
-def asked(**facts: Any) -> dict[str, Any]:
+def question(**facts: Any) -> dict[str, Any]:
     return {"id": "q", "question": "what?", **facts}
 
 
@@ -32,8 +32,8 @@ def read(path: Path) -> list[Any]:
 def test_both_versions(tmp_path: Path) -> None:
     path = squad(
         tmp_path / "dev.json",
-        asked(answers=[{"text": "be", "answer_start": 16}, {"text": "not", "answer_start": 9}]),
-        asked(id="r", answers=[], is_impossible=True, plausible_answers=[{"text": "or", "answer_start": 6}]),
+        question(answers=[{"text": "be", "answer_start": 16}, {"text": "not", "answer_start": 9}]),
+        question(id="r", answers=[], is_impossible=True, plausible_answers=[{"text": "or", "answer_start": 6}]),
     )
     assert read_labelled(path, "span-qa") == [
         Example("q", ("what?", CONTEXT), (AnswerSpan("be", 16), AnswerSpan("not", 9))),
@@ -61,7 +61,7 @@ def test_other_spellings_of_answers(tmp_path: Path, answers: Any, found: tuple[A
 def test_a_wrong_offset_is_moved_to_the_nearest_occurrence(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], said: int, found: int
 ) -> None:
-    path = squad(tmp_path / "a.json", asked(answers=[{"text": "be", "answer_start": said}]))
+    path = squad(tmp_path / "a.json", question(answers=[{"text": "be", "answer_start": said}]))
     assert read(path) == [(AnswerSpan("be", found),)]
     assert "1 answer moved to where the context has the same words (q)." in " ".join(capsys.readouterr().err.split())
 
@@ -70,7 +70,7 @@ def test_an_answer_that_is_nowhere_is_left_out_and_so_is_its_question(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     lost, kept = {"text": "bee", "answer_start": 3}, {"text": "be", "answer_start": 3}
-    path = squad(tmp_path / "a.json", asked(answers=[lost, kept]), asked(id="r", answers=[lost]))
+    path = squad(tmp_path / "a.json", question(answers=[lost, kept]), question(id="r", answers=[lost]))
     assert read(path) == [(AnswerSpan("be", 3),)]
     said = " ".join(capsys.readouterr().err.split())
     assert "2 answers left out, as the context does not have the same words (q, r)." in said
@@ -82,14 +82,14 @@ def test_a_question_that_is_scored_on_stays_whatever_its_answers(
 ) -> None:
     """The official scorers count every question: one less would be another score."""
     lost = {"text": "bee", "answer_start": 3}
-    path = squad(tmp_path / "a.json", asked(answers=[lost]))
+    path = squad(tmp_path / "a.json", question(answers=[lost]))
     (example,) = read_labelled(path, "span-qa", split="dev")
     assert example.target == (AnswerSpan("bee", -1),)
     assert "1 answer scored on, but not in the context (q)." in " ".join(capsys.readouterr().err.split())
 
 
 def test_spaces_around_an_answer_are_not_part_of_it(tmp_path: Path) -> None:
-    assert read(squad(tmp_path / "a.json", asked(answers=[{"text": "not  ", "answer_start": 9}]))) == [
+    assert read(squad(tmp_path / "a.json", question(answers=[{"text": "not  ", "answer_start": 9}]))) == [
         (AnswerSpan("not", 9),)
     ]
 
