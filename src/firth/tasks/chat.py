@@ -82,9 +82,8 @@ class ChatTemplate:
         try:
             return str(self.template.render(**variables, **self.special_tokens))
         except Exception as e:  # a template may raise any: ZeroDivisionError, KeyError, RecursionError, MemoryError
-            raise UserError(
-                f"Example {shorten(example_id)}: this checkpoint's chat template refuses the messages ({describe(e)})."
-            ) from None
+            where = f"Example {shorten(example_id)}: this" if example_id != "" else "This"
+            raise UserError(f"{where} checkpoint's chat template refuses the messages ({describe(e)}).") from None
 
     def validate_messages(self, messages: ChatMessages, example_id: Any) -> None:
         """Refuse a dialogue without an answer, and roles without a token in Firth's template."""
