@@ -247,7 +247,8 @@ def test_beyond_the_length_it_was_made_for_they_write_the_same(
 
 @pytest.mark.parametrize(
     "forced",
-    [ForcedTokens(), ForcedTokens(eos=2), ForcedTokens(bos=7), ForcedTokens(9, 2), ForcedTokens(9, 11)],
+    [ForcedTokens(), ForcedTokens(bos=7), ForcedTokens(9, 11)]
+    + [pytest.param(forced, marks=pytest.mark.slow) for forced in (ForcedTokens(eos=2), ForcedTokens(9, 2))],
     ids=str,
 )
 @pytest.mark.parametrize(
