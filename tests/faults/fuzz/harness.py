@@ -31,6 +31,8 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from firth.core.files import VERIFIED_FILE
+
 MAX_SECONDS = 20  # of CPU time
 MAX_WALL_SECONDS = 300  # of a process that waits for a busy machine
 MAX_MEMORY_BYTES = 2 * 10**9  # beyond what the process had before
@@ -102,7 +104,7 @@ def snapshot(folder: Path, owned: Sequence[Path]) -> dict[str, str]:
         for name in files + folders:
             path = os.path.join(root, name)
             is_owned = any(Path(os.fsdecode(path)).is_relative_to(own) for own in owned)
-            if is_owned and not name.startswith(b"mine"):
+            if (is_owned and not name.startswith(b"mine")) or name == os.fsencode(VERIFIED_FILE):
                 continue
             mode = os.lstat(path).st_mode
             if stat.S_ISREG(mode):
