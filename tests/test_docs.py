@@ -51,8 +51,9 @@ def options_by_command() -> dict[str, set[str]]:
 
 @cache
 def known_options() -> set[str]:
-    benchmarks = "".join(path.read_text(encoding="utf-8") for path in (ROOT / "benchmarks").glob("*.py"))
-    return set().union(*options_by_command().values(), OPTION.findall(benchmarks), FOREIGN_OPTIONS)
+    paths = [*(ROOT / "benchmarks").glob("*.py"), *(ROOT / "tests/faults/fuzz").glob("*.py")]
+    scripts = "".join(path.read_text(encoding="utf-8") for path in paths)
+    return set().union(*options_by_command().values(), OPTION.findall(scripts), FOREIGN_OPTIONS)
 
 
 @cache

@@ -851,6 +851,14 @@ def test_predictions_round_trip(tmp_path: Path) -> None:
     assert list(load_seed_predictions(tmp_path)[0].values()) == [odd, ""]
 
 
+@pytest.mark.parametrize("line", ["3", '{"id": 1}', '{"id": 1, "prediction": 1, "reference": 1, "scores": 5}'])
+def test_damaged_predictions_are_named(tmp_path: Path, line: str) -> None:
+    file = tmp_path / "predictions.jsonl"
+    file.write_text(line)
+    with pytest.raises(UserError, match=r"predictions.jsonl:1: not a prediction .* Remove"):
+        read_predictions(file)
+
+
 def test_all_references_are_written(tmp_path: Path) -> None:
     dev = [Example(1, ("q",), "a", references=("a", "b")), Example(2, ("q",), "c", references=("c",))]
     write_predictions(tmp_path / "predictions.jsonl", dev, [Prediction("b"), Prediction("c")])

@@ -133,7 +133,8 @@ def summarize_seeds(
     for name in ("final", "adapter"):
         if (folder / f"seed-{best}" / name).is_dir():
             copy_folder(folder / f"seed-{best}" / name, folder / name)
-    write_text(folder / PREDICTIONS_FILE, (folder / f"seed-{best}" / PREDICTIONS_FILE).read_text(encoding="utf-8"))
+    read_predictions(best_file := folder / f"seed-{best}" / PREDICTIONS_FILE)  # a finished seed's may be damaged
+    write_text(folder / PREDICTIONS_FILE, read_utf8(best_file))
     mean, std = mean_and_std([s[metric] for s in completed_scores])
     if diverged:
         diverged_names = ", ".join(f"seed-{i}" for i in diverged)
@@ -295,7 +296,19 @@ def format_predictions(examples: Sequence[Example], predictions: Sequence[Predic
 def read_predictions(path: Path) -> list[dict[str, Any]]:
     r"""Read a file of `write_predictions`. Only \n ends a line: a text may hold U+2028, where `splitlines` cuts."""
     lines = enumerate(read_utf8(path).split("\n"), 1)
-    return [parse_json(line, str(path), number) for number, line in lines if line]
+    return [check_prediction(parse_json(line, str(path), number), path, number) for number, line in lines if line]
+
+
+def check_prediction(line: Any, path: Path, number: int) -> dict[str, Any]:
+    """Return a line of a file of predictions; a UserError if it is not what `format_predictions` writes."""
+    is_complete = isinstance(line, dict) and {"id", "prediction", "reference"} <= line.keys()
+    scores = line.get("scores") or {} if is_complete else {}
+    if not (is_complete and isinstance(scores, dict) and all(isinstance(s, int | float) for s in scores.values())):
+        raise UserError(
+            f"{path}:{number}: not a prediction (id, prediction, reference, and scores by label). Remove "
+            f"{path.parent}: a resumed run makes it again."
+        )
+    return line
 
 
 def disambiguate_ids(ids: Iterable[Any]) -> list[tuple[Any, int]]:

@@ -170,6 +170,8 @@ def run_case(case: Case, folder: Path, output_file: Path) -> tuple[str, str, str
     os.dup2(writer, 1)
     os.dup2(writer, 2)
     os.close(writer)
+    sys.stdout = open(1, "w", encoding="utf-8", closefd=False)  # noqa: SIM115
+    sys.stderr = open(2, "w", encoding="utf-8", errors="backslashreplace", closefd=False)  # noqa: SIM115
     reader, writer = os.pipe()
     os.close(writer)
     os.dup2(reader, 0)
@@ -199,8 +201,6 @@ def run_cases(make: MakeCase, seed: str, indices: Sequence[int], work: Path, pip
 
     torch.set_num_threads(1)
     sys.stdin = open(0, closefd=False)  # noqa: SIM115
-    sys.stdout = open(1, "w", encoding="utf-8", closefd=False)  # noqa: SIM115
-    sys.stderr = open(2, "w", encoding="utf-8", errors="backslashreplace", closefd=False)  # noqa: SIM115
     signal.signal(signal.SIGINT, signal.default_int_handler)
     build_commands_once()
     gc.freeze()
@@ -307,7 +307,7 @@ def run_batch(make: MakeCase, seed: str, indices: Sequence[int], work: Path) -> 
                     if len(fields) > 1:
                         current = -1
                         yield Outcome(*fields)
-            elif exceeds_time(pid, cpu_seconds(pid) - cpu, time.monotonic() - began):
+            elif current >= 0 and exceeds_time(pid, cpu_seconds(pid) - cpu, time.monotonic() - began):
                 reason = f"time: {cpu_seconds(pid) - cpu:.0f} s of CPU, {time.monotonic() - began:.0f} s"
                 break
     finally:

@@ -53,7 +53,7 @@ MAX_KILLS_PER_RUN = 8
 WRITE_EVENTS = ("os.rename", "os.remove", "os.mkdir", "os.rmdir", "os.truncate", "os.link", "shutil.rmtree")
 WRITE_FLAGS = os.O_WRONLY | os.O_RDWR | os.O_CREAT
 # Times and paths differ between two runs; reports and cards quote them.
-VOLATILE_FILES = ("report.html", "README.md", ".lock", ".clock", MANIFEST_FILE, "source.json")
+VOLATILE_FILES = ("report.html", "README.md", ".lock", ".clock", ".verified.json", MANIFEST_FILE, "source.json")
 VOLATILE_FIELDS = (
     "seconds",
     "output_dir",
@@ -77,7 +77,7 @@ def make_jobs(fixtures: Fixtures) -> list[Job]:
     tuned = ["--max-steps=8", "--save-steps=2", "--eval-steps=4", "--max-seq-length=32", "--no-bf16", "--seeds=2"]
     files = ["--task=classify", "--train", rows, "--dev", rows]
     chat = ["--task=lm", "--train", chats, "--dev", chats, "--lora-rank=2"]
-    vectors = ["vector_size=8", "epochs=3", "min_count=1", "save_steps=2"]
+    vectors = ["workers=1", "vector_size=8", "epochs=3", "min_count=1", "save_steps=2"]
     pretrain = ["pretrain", "--data", text, "--vocab-size=300"]
     return [
         Job("bert", [*pretrain, "bert-tiny", *SIZES, *steps]),
@@ -190,7 +190,7 @@ def kill_after(pid: int, seconds: float) -> int:
         if cpu_seconds(pid) >= seconds:
             os.kill(pid, signal.SIGKILL)
             return wait(pid)
-        time.sleep(0.002)
+        time.sleep(0.005)
 
 
 def whole_folders(folder: Path) -> dict[str, str | None]:
@@ -212,7 +212,7 @@ def find_loss(before: dict[str, str | None], after: dict[str, str | None]) -> st
     """What a kill damaged or removed; older checkpoints make room for newer ones."""
     if damaged := [f"{name}: {fault}" for name, fault in after.items() if fault]:
         return damaged[0]
-    gone = [name for name in before if name not in after and "checkpoint-" not in name]
+    gone = [name for name in before if name not in after and "checkpoint-" not in name and "best-" not in name]
     if gone:
         return f"{gone[0]} is gone"
     is_finished = any(name.endswith("final") for name in after)
@@ -288,11 +288,11 @@ class Kills:
         if different or changed:
             self.faults.append(f"{self.job.name}: different: {sorted(different)[:5]}, inputs: {changed[:3]}")
 
-    def run(self, num_kills: int, seed: int, minutes: float = 1e9) -> None:
-        began, chain = time.monotonic(), 0
-        while (left := num_kills - self.killed) > 0 and time.monotonic() - began < 60 * minutes:
-            self.run_chain(random.Random(f"{seed} {self.job.name} {chain}"), min(left, MAX_KILLS_PER_RUN))
-            chain += 1
+    def run(self, num_kills: int, seed: int = 0) -> None:
+        """Kill until the count has reached `num_kills`."""
+        while (left := num_kills - self.killed) > 0:
+            rng = random.Random(f"{seed} {self.job.name} {self.counts['compared']}")
+            self.run_chain(rng, min(left, MAX_KILLS_PER_RUN))
 
     @property
     def killed(self) -> int:
@@ -311,31 +311,36 @@ HEAD = (
 )
 
 
+def format_table(jobs: Sequence[Kills]) -> str:
+    return "\n".join([HEAD, *map(str, jobs), *(fault for kills in jobs for fault in kills.faults), ""])
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--kills", type=int, default=70, help="Kill this often, over all commands.")
     parser.add_argument("--jobs", nargs="+", help="Take these commands. Default: all.")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--minutes", type=float, default=1e9, help="Stop after this time.")
+    parser.add_argument("--table", type=Path, help="Write the table to this file after each round.")
     options = parser.parse_args()
-    work = temporary_folder()
+    work, began = temporary_folder(), time.monotonic()
     build_commands_once()
     use_small_chunks()
-    faults = []
     try:
         fixtures = Fixtures(work / "fixtures")
         fixtures.build()
-        jobs = [job for job in make_jobs(fixtures) if not options.jobs or job.name in options.jobs]
-        print(HEAD, flush=True)
-        for job in jobs:
-            kills = Kills(job, work, fixtures)
-            kills.run(-(-options.kills // len(jobs)), options.seed, options.minutes / len(jobs))
-            faults += kills.faults
-            print(kills, flush=True)
+        jobs = [Kills(job, work, fixtures) for job in make_jobs(fixtures) if job.name in (options.jobs or [job.name])]
+        goal = -(-options.kills // len(jobs))
+        for count in range(MAX_KILLS_PER_RUN, goal + MAX_KILLS_PER_RUN, MAX_KILLS_PER_RUN):
+            for kills in jobs:  # by turns, until the time is over
+                if time.monotonic() - began < 60 * options.minutes:
+                    kills.run(min(count, goal), options.seed)
+            if options.table:
+                options.table.write_text(format_table(jobs))
     finally:
         shutil.rmtree(work, ignore_errors=True)
-    print(*faults, sep="\n")
-    sys.exit(bool(faults))
+    print(format_table(jobs))
+    sys.exit(any(kills.faults for kills in jobs))
 
 
 if __name__ == "__main__":

@@ -19,10 +19,27 @@ os.environ |= {"TOKENIZERS_PARALLELISM": "false", "HF_HUB_OFFLINE": "1", "OMP_NU
 
 from faults.fuzz.fixtures import Fixtures  # noqa: E402
 from faults.fuzz.groups import GROUPS  # noqa: E402
-from faults.fuzz.harness import Table, run_group, temporary_folder  # noqa: E402
+from faults.fuzz.harness import (  # noqa: E402
+    CASES_PER_PROCESS,
+    MakeCase,
+    Table,
+    build_commands_once,
+    run_group,
+    temporary_folder,
+)
 
 # A share of the cases by the time that a case takes.
 WEIGHTS = {"run folders": 0.25, "shards": 0.5, "fine-tuned checkpoints": 0.5}
+
+
+def attack(
+    name: str, make: MakeCase, options: argparse.Namespace, start: int, num_cases: int, work: Path, table: Table
+) -> None:
+    for outcome in run_group(make, f"{options.seed} {name}", num_cases, work / "cases", options.first + start):
+        table.add(name, outcome)
+        if outcome.kind == "broken" and options.broken:
+            with open(options.broken, "a") as f:
+                f.write(json.dumps([name, *outcome]) + "\n")
 
 
 def main() -> None:
@@ -33,28 +50,24 @@ def main() -> None:
     parser.add_argument("--first", type=int, default=0, help="Begin with this index in each group.")
     parser.add_argument("--minutes", type=float, default=1e9, help="Stop after this time.")
     parser.add_argument("--broken", type=Path, help="Append broken inputs to this file.")
-    parser.add_argument("--counts", type=Path, help="Append the counts of each group to this file.")
+    parser.add_argument("--table", type=Path, help="Write the table to this file after each round.")
     options = parser.parse_args()
     work, table, began = temporary_folder(), Table(), time.monotonic()
     total = sum(WEIGHTS.get(name, 1.0) for name in options.groups)
     try:
         fixtures = Fixtures(work / "fixtures")
         fixtures.build()
-        for name in options.groups:
-            num_cases = round(options.cases * WEIGHTS.get(name, 1.0) / total)
-            make, start = GROUPS[name](fixtures), time.monotonic()
-            for outcome in run_group(make, f"{options.seed} {name}", num_cases, work / "cases", options.first):
-                table.add(name, outcome)
-                if outcome.kind == "broken" and options.broken:
-                    with open(options.broken, "a") as f:
-                        f.write(json.dumps([name, *outcome]) + "\n")
+        build_commands_once()
+        goals = {name: round(options.cases * WEIGHTS.get(name, 1.0) / total) for name in options.groups}
+        makers = {name: GROUPS[name](fixtures) for name in options.groups}
+        for start in range(0, max(goals.values()), CASES_PER_PROCESS):  # all groups by turns, until the time is over
+            for name, goal in goals.items():
                 if time.monotonic() - began > 60 * options.minutes:
                     break
-            counts = table.counts[name]
-            print(f"{name}: {dict(counts)}, {(time.monotonic() - start):.0f} s", file=sys.stderr, flush=True)
-            if options.counts:
-                with open(options.counts, "a") as f:
-                    f.write(json.dumps([name, counts]) + "\n")
+                num_cases = min(CASES_PER_PROCESS, goal - start)
+                attack(name, makers[name], options, start, num_cases, work, table)
+            if options.table:
+                options.table.write_text(f"{table}\n")
     finally:
         shutil.rmtree(work, ignore_errors=True)
     print(table)

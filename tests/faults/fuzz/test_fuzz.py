@@ -52,13 +52,7 @@ def told(table: Table) -> str:
     return "\n\n".join(f"{o.index}: {o.reason}\nfirth {o.arguments}\n{o.output}" for _, o in table.broken[:5])
 
 
-LATER = (
-    "tokenizer.json",
-    "tokenizer and generation settings",
-    "shards",
-    "run folders",
-    "file system",
-)  # some are broken still
+LATER = ("tokenizer.json", "chats and templates")  # sizes of ids and of what a template renders are believed still
 
 
 @pytest.mark.parametrize("group", [name for name in GROUPS if name not in LATER])
@@ -82,7 +76,7 @@ def test_many_kills(name: str, fixtures: Fixtures, work: Path) -> None:
     use_small_chunks()
     job = next(job for job in make_jobs(fixtures) if job.name == name)
     kills = Kills(job, work, fixtures)
-    kills.run(SLOW_KILLS, seed=0)
+    kills.run(SLOW_KILLS)
     print(kills)
     assert not kills.faults, kills.faults[0]
 
