@@ -89,7 +89,7 @@ if TYPE_CHECKING:
 
     from firth.evaluate.neighbours import Neighbour
     from firth.evaluate.predict import Predictor as Predictor
-    from firth.evaluate.predict_input import AskedInput
+    from firth.evaluate.predict_input import PredictInput
     from firth.generate import Blank
     from firth.lab.quickstart import quickstart as quickstart
     from firth.models import Model
@@ -1126,7 +1126,7 @@ def evaluate(
 
 def predict(
     checkpoint: str | Path | Model,
-    inputs: str | Mapping[str, Any] | Iterable[AskedInput],
+    inputs: str | Mapping[str, Any] | Iterable[PredictInput],
     task: str | None = None,
     batch_size: int = 32,
 ) -> Any:

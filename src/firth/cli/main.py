@@ -323,12 +323,12 @@ def predict(
         count = write_predictions(Path(output), predictions)
     else:
         count = 0
-        for asked, record in predictions:
+        for task_input, record in predictions:
             count += 1
             if json:
-                render.print_json(merge_columns(asked.columns, record))
+                render.print_json(merge_columns(task_input.columns, record))
             else:
-                print_text(format_prediction(asked, record))
+                print_text(format_prediction(task_input, record))
     if not count:
         raise UserError(f"{data or 'stdin'}: no inputs.")
     for notice in predictor.notices:

@@ -42,7 +42,7 @@ def _escape_control(match: re.Match[str]) -> str:
 
 
 class SafeConsole(Console):
-    """A console without markup and emoji codes (`e.txt:100:` is a place in a file) that escapes control characters."""
+    """A console without markup and emoji codes (`e.txt:100:` is a line of a file) that escapes control characters."""
 
     def __init__(self, **options: Any) -> None:
         super().__init__(markup=False, emoji=False, highlight=False, **options)

@@ -65,7 +65,7 @@ def create_file(path: Path) -> IO[bytes]:
 
 
 def open_in_place(path: Path, append: bool = False, buffering: int = -1, allow_hard_links: bool = False) -> IO[bytes]:
-    """Open a file that is changed in its place (a log, a journal) or never written (a lock), without truncating it.
+    """Open a file that is changed in place (a log, a journal) or never written (a lock), without truncating it.
 
     A UserError refuses links: Firth makes none, and would write to another file.
     """

@@ -1,4 +1,4 @@
-"""The memory of this machine, asked before something large is allocated.
+"""The free memory of this machine, read before something large is allocated.
 
 Sizes in a file are not believed: Linux grants almost any allocation and kills the process when the pages are touched.
 """

@@ -1,4 +1,4 @@
-"""Parse JSON and YAML that anyone may have written: every failure is a UserError with the file and the place.
+"""Parse JSON and YAML that anyone may have written: every failure is a UserError with the file and the location.
 
 The parsers of Python raise many types: ValueError for a number of 5,000 digits or for the 45th of a month,
 RecursionError for 100,000 brackets, AttributeError for `!!timestamp x`. Here each becomes one line.
@@ -32,15 +32,15 @@ def parse_json(text: str, name: str, line_number: int | None = None) -> Any:
     try:
         return json.loads(text)
     except json.JSONDecodeError as e:
-        reason, place = e.msg, f":{e.lineno}:{e.colno}"
+        reason, location = e.msg, f":{e.lineno}:{e.colno}"
     except ValueError as e:
         digits = LONG_NUMBER.search(text)
-        reason, place = _first_clause(e), f":{text.count(chr(10), 0, digits.start()) + 1}" if digits else ""
+        reason, location = _first_clause(e), f":{text.count(chr(10), 0, digits.start()) + 1}" if digits else ""
     except RecursionError:
-        reason, place = TOO_DEEP, ""
+        reason, location = TOO_DEEP, ""
     if line_number is not None:
         raise UserError(f"{name}:{line_number}: not JSON ({reason}). Each line must be one object.")
-    raise UserError(f"{name}{place}: not JSON ({reason}).")
+    raise UserError(f"{name}{location}: not JSON ({reason}).")
 
 
 def parse_yaml(text: str, name: str) -> Any:
@@ -52,9 +52,9 @@ def parse_yaml(text: str, name: str) -> Any:
         raise UserError(f"{name}:{line}: not valid YAML (the character {e.character:#x} is not allowed).") from None
     except yaml.MarkedYAMLError as e:
         mark = e.problem_mark or e.context_mark
-        place = f":{mark.line + 1}:{mark.column + 1}" if mark else ""
+        location = f":{mark.line + 1}:{mark.column + 1}" if mark else ""
         problem = " ".join(str(e.problem or e.context).split())[:200]
-        raise UserError(f"{name}{place}: not valid YAML ({problem}).") from None
+        raise UserError(f"{name}{location}: not valid YAML ({problem}).") from None
     except RecursionError:
         raise UserError(f"{name}: not valid YAML ({TOO_DEEP}).") from None
     if _count_values(value, {}) > MAX_YAML_VALUES:
@@ -63,7 +63,7 @@ def parse_yaml(text: str, name: str) -> Any:
 
 
 class _Loader(yaml.SafeLoader):
-    """PyYAML's safe loader with string keys that occur once, without dates, and with a place for every error."""
+    """PyYAML's safe loader with string keys that occur once, without dates, and with a location for every error."""
 
     def construct_object(self, node: Node, deep: bool = False) -> Any:
         try:

@@ -342,8 +342,8 @@ def scores_section(scores: Sequence[CardScores]) -> str:
 
 
 def loading_section(config: ModelConfig, tokenizer: Tokenizer) -> str:
-    asked = isinstance(config.head, TaskHead)
-    use = "predictions = firth.predict(FOLDER, inputs)" if asked else "model = firth.load(FOLDER)"
+    is_tuned = isinstance(config.head, TaskHead)
+    use = "predictions = firth.predict(FOLDER, inputs)" if is_tuned else "model = firth.load(FOLDER)"
     blocks = [f"import firth\n\n{use}"]
     if hf_model_type(config, tokenizer.vocab) != FIRTH_MODEL_TYPE:
         kind = hf_auto_class(config)

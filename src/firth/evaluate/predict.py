@@ -8,7 +8,7 @@ the training file. Inputs are sorted by length before they are packed into rows,
 that exceeds the model's row is read in overlapping windows: tags and answers come from the window with the most
 context, probabilities and scores are averaged over the windows.
 
-A checkpoint without task.json, such as one of `transformers`, is asked by the head that its config names.
+A checkpoint without task.json, such as one of `transformers`, is used by the head that its config names.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from typing import Any
 from firth.core.console import format_count
 from firth.core.errors import UserError, did_you_mean, quote
 from firth.evaluate.embed import embed_texts, normalize_rows
-from firth.evaluate.predict_input import TEXT_ROLES, AskedInput, InputReader, TaskInput
+from firth.evaluate.predict_input import TEXT_ROLES, InputReader, PredictInput, TaskInput
 from firth.generate import generate_results
 from firth.metrics.tagging import are_span_tags, extract_entity_spans
 from firth.models import Model, ModelConfig, load_model
@@ -83,10 +83,10 @@ class Predictor:
         windowed = f"{count} longer than a row: read in overlapping windows, and averaged over them."
         return [*([windowed] if self.num_windowed_texts else []), *self.task.notices]
 
-    def predict(self, inputs: Iterable[AskedInput]) -> list[dict[str, Any]]:
+    def predict(self, inputs: Iterable[PredictInput]) -> list[dict[str, Any]]:
         """Return one record per input, in order."""
-        asked = [self.reader.read(value, number) for number, value in enumerate(inputs, 1)]
-        return [record for _, record in self.predict_inputs(asked)]
+        task_inputs = [self.reader.read(value, number) for number, value in enumerate(inputs, 1)]
+        return [record for _, record in self.predict_inputs(task_inputs)]
 
     def predict_inputs(
         self, inputs: Iterable[TaskInput], chunk_batches: int = CHUNK_BATCHES
@@ -94,8 +94,8 @@ class Predictor:
         """Yield each input with its record, in order; `chunk_batches` batches are read and computed at a time."""
         source = iter(inputs)
         while chunk := list(islice(source, self.batch_size * chunk_batches)):
-            for asked, prediction in zip(chunk, self.predict_chunk(chunk), strict=True):
-                yield asked, self.to_record(asked, prediction)
+            for task_input, prediction in zip(chunk, self.predict_chunk(chunk), strict=True):
+                yield task_input, self.to_record(task_input, prediction)
 
     def predict_chunk(self, inputs: Sequence[TaskInput]) -> list[Any]:
         """Return the prediction of each input, computed in order of length."""
@@ -103,7 +103,7 @@ class Predictor:
             return self.embed(inputs)
         if self.task.name == "lm":
             return self.write(inputs)
-        windows = [self.split_long_text(asked.example) for asked in inputs]
+        windows = [self.split_long_text(task_input.example) for task_input in inputs]
         items = self.task.encode([window for own in windows for window in own])
         order = sorted(range(len(items)), key=lambda i: items[i].num_tokens)
         computed = self.task.predict(self.model, [items[i] for i in order], self.compute, self.batch_size)
@@ -129,24 +129,24 @@ class Predictor:
 
     def embed(self, inputs: Sequence[TaskInput]) -> list[Any]:
         """Return the vector of each text, or the cosine of two texts."""
-        texts = [text for asked in inputs for text in asked.example.texts]
+        texts = [text for task_input in inputs for text in task_input.example.texts]
         vectors, found = iter(embed_texts(self.model, texts)), []
-        for asked in inputs:
-            own = [next(vectors) for _ in asked.example.texts]
+        for task_input in inputs:
+            own = [next(vectors) for _ in task_input.example.texts]
             a, b = (normalize_rows(vector[None])[0] for vector in (own[0], own[-1]))
             found.append(own[0] if len(own) == 1 else float(a @ b))
         return found
 
     def write(self, inputs: Sequence[TaskInput]) -> list[str]:
         """Return the answers of a model that was fine-tuned on dialogues or texts, by greedy decoding."""
-        prompts = encode_task_prompts(self.model, self.facts, [asked.example.texts[-1] for asked in inputs])
+        prompts = encode_task_prompts(self.model, self.facts, [task_input.example.texts[-1] for task_input in inputs])
         answers: list[str] = []
         for first in range(0, len(prompts), self.batch_size):
             results = generate_results(self.model, prompts[first : first + self.batch_size], temperature=0.0)
             answers += [result["new"].strip() for result in results]
         return answers
 
-    def to_record(self, asked: TaskInput, prediction: Any) -> dict[str, Any]:
+    def to_record(self, task_input: TaskInput, prediction: Any) -> dict[str, Any]:
         """Return a prediction as a record; docs/predict.md lists the fields of each task."""
         name = self.task.name
         if name == "embed":
@@ -156,17 +156,17 @@ class Predictor:
             return {"text": prediction}
         assert isinstance(prediction, Prediction)
         if name == "tag":
-            return self.tag_record(asked, prediction)
+            return self.tag_record(task_input, prediction)
         if name == "regress":
             return {"score": round_score(prediction.prediction)}
         if name == "text-to-text":
             return {"text": prediction.prediction}
         if name == "span-qa":
-            return answer_record(asked.example.texts[1], prediction)
+            return answer_record(task_input.example.texts[1], prediction)
         scores = {label: round_score(p) for label, p in (prediction.scores or {}).items()}
         if name == "choice":
             best = int(prediction.prediction)
-            chosen = {"choice": best, "text": asked.example.texts[1 + best], "probability": scores[str(best)]}
+            chosen = {"choice": best, "text": task_input.example.texts[1 + best], "probability": scores[str(best)]}
             return {**chosen, "probabilities": list(scores.values())}
         ranked = dict(sorted(scores.items(), key=lambda item: -item[1]))
         return {
@@ -175,9 +175,9 @@ class Predictor:
             "probabilities": ranked,
         }
 
-    def tag_record(self, asked: TaskInput, prediction: Prediction) -> dict[str, Any]:
+    def tag_record(self, task_input: TaskInput, prediction: Prediction) -> dict[str, Any]:
         """Return the entities with their character offsets in the text, or the tag of each word."""
-        text, offsets = asked.text, asked.word_offsets
+        text, offsets = task_input.text, task_input.word_offsets
         if not are_span_tags([self.task.labels]):
             return {"words": [text[start:end] for start, end in offsets], "tags": list(prediction.prediction)}
         probabilities, spans = (prediction.extra or {}).get("probabilities"), []

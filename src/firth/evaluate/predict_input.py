@@ -34,7 +34,7 @@ TEXT_ROLES = {
 }
 PLAIN_TEXT_EXTENSIONS = (".txt", "")
 
-AskedInput = str | Sequence[str] | Mapping[str, Any]
+PredictInput = str | Sequence[str] | Mapping[str, Any]
 
 
 class TaskInput(NamedTuple):
@@ -53,7 +53,7 @@ class InputReader:
         self.task, self.min_texts, self.max_texts = task, min_texts, max_texts
 
     def read(
-        self, value: AskedInput, number: int, where: str = "", columns: Mapping[str, str] | None = None
+        self, value: PredictInput, number: int, where: str = "", columns: Mapping[str, str] | None = None
     ) -> TaskInput:
         """Return the input of a text, of several texts, or of a record with the columns of the training file."""
         where = where or f"Input {number}"
@@ -145,7 +145,7 @@ class InputReader:
             where, text = f"{name}:{number}", line.rstrip("\r\n")
             if not text.strip():
                 continue
-            value: AskedInput = text
+            value: PredictInput = text
             if text.lstrip().startswith("{"):
                 try:
                     value = json.loads(text)

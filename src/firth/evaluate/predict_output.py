@@ -33,8 +33,8 @@ def write_predictions(path: Path, predictions: Iterable[tuple[TaskInput, dict[st
     delimiter, count, columns = TABLE_DELIMITERS.get(path.suffix.lower()), 0, None
     path.parent.mkdir(parents=True, exist_ok=True)
     with atomic_file(path) as file:
-        for asked, prediction in predictions:
-            record = merge_columns(asked.columns, prediction)
+        for task_input, prediction in predictions:
+            record = merge_columns(task_input.columns, prediction)
             if delimiter is None:
                 file.write((json.dumps(record, ensure_ascii=False) + "\n").encode())
             else:
@@ -61,26 +61,26 @@ def format_cell(value: Any) -> str:
     return json.dumps(value, ensure_ascii=False) if isinstance(value, list | dict) else str(value)
 
 
-def format_prediction(asked: TaskInput, record: Mapping[str, Any]) -> str:
+def format_prediction(task_input: TaskInput, record: Mapping[str, Any]) -> str:
     """Return one readable line: the prediction, then the beginning of the input."""
     if "spans" in record:
-        return mark_spans(asked.text, record["spans"])
+        return mark_spans(task_input.text, record["spans"])
     if "tags" in record:
         return " ".join(f"{word}/{tag}" for word, tag in zip(record["words"], record["tags"], strict=True))
     if "vector" in record:
         shown = ", ".join(f"{x:.3f}" for x in record["vector"][:SHOWN_VECTOR_NUMBERS])
-        return f"[{shown}, ...] ({len(record['vector'])} numbers)  {shorten(asked.example.texts[0])}"
+        return f"[{shown}, ...] ({len(record['vector'])} numbers)  {shorten(task_input.example.texts[0])}"
     if "similarity" in record:
-        return f"{record['similarity']:.3f}  {shorten(' | '.join(asked.example.texts))}"
+        return f"{record['similarity']:.3f}  {shorten(' | '.join(task_input.example.texts))}"
     if "score" in record:
-        return f"{record['score']:.3f}  {shorten(' | '.join(asked.example.texts))}"
+        return f"{record['score']:.3f}  {shorten(' | '.join(task_input.example.texts))}"
     probability = f"{100 * record['probability']:5.1f}%" if "probability" in record else ""
     if "answer" in record:
         return f"{record['answer'] or 'no answer'}  {probability.strip()}".rstrip()
     if "choice" in record:
         return f"{record['choice']}: {record['text']}  {probability.strip()}"
     if "label" in record:
-        return f"{record['label']}  {probability}  {shorten(' | '.join(asked.example.texts))}"
+        return f"{record['label']}  {probability}  {shorten(' | '.join(task_input.example.texts))}"
     return str(record["text"])
 
 

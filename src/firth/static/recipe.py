@@ -72,7 +72,7 @@ class Word2VecRecipe(WordVectorRecipe):
 
     epochs: int = 0  # 0: 5; on a small text as many as read 20 million tokens, at most 50
     sg: int = 1  # 1: skip-gram, 0: CBOW
-    hs: int = 0  # 1: hierarchical softmax in place of noise words
+    hs: int = 0  # 1: hierarchical softmax instead of noise words
     negative: int = 5  # noise words per prediction; 0: full softmax, for small vocabularies; not read with hs=1
     ns_exponent: float = 0.75
     sample: float = 1e-3  # subsampling threshold, as a share of the text; 0: keep every word

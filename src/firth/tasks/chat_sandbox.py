@@ -1,7 +1,7 @@
 """A Jinja sandbox with limits on work, memory and time, for chat templates of unknown origin.
 
 Jinja's sandbox keeps a template away from Python's internals, and lets it loop and double a string without end. Here
-every place where a template can spend time or memory is counted against a budget: each turn of a loop, each call, each
+each operation that takes time or memory is counted against a budget: each turn of a loop, each call, each
 operator and filter, and each text that is written. Sizes are computed before a text or list is made. The budget belongs
 to one rendering (a context variable), so any number of threads can render, and no signal is needed.
 """
@@ -132,7 +132,7 @@ def concatenate(parts: tuple[Any, ...]) -> str:
 
 
 class LimitNodes(NodeTransformer):
-    """Puts `counted` around what loops iterate over, and `concatenate` in place of `~`."""
+    """Puts `counted` around what loops iterate over, and `concatenate` instead of `~`."""
 
     def visit_For(self, node: nodes.For) -> nodes.Node:  # noqa: N802, Jinja's name
         self.generic_visit(node)

@@ -44,13 +44,12 @@ class Conversation:
 
     def reply(self, text: str) -> Iterator[str]:
         """Yield the answer to a message in pieces. Both are remembered when the answer is complete."""
-        asked = [*self.messages, ("user", text)]
-        asked, prompt_ids = self.fit(asked)
+        messages, prompt_ids = self.fit([*self.messages, ("user", text)])
         answer = ""
         for piece in stream_text(self.model, prompt_ids, **self.settings):
             answer += piece
             yield piece
-        self.messages = [*asked, (ASSISTANT_ROLE, answer.strip())]
+        self.messages = [*messages, (ASSISTANT_ROLE, answer.strip())]
 
     def fit(self, messages: list[tuple[str, str]]) -> tuple[list[tuple[str, str]], list[int]]:
         """Return the messages that fit, and their ids: the oldest exchange is left out until the rest fits."""

@@ -86,7 +86,7 @@ class FinetuneRecipe(TrainingConfig):
     dev: str = recipe_field("", "Evaluate on this labelled file, or pydocs.")
     columns: dict[str, str] = recipe_field(None, "Map columns to other names: text=sentence.")  # noqa: RUF009
     encoding: str = recipe_field("utf-8", "Encoding of the labelled files.")
-    tasks: dict[str, TaskData] = field(default_factory=dict)  # several tasks, in place of task, train, dev and prefix
+    tasks: dict[str, TaskData] = field(default_factory=dict)  # several tasks, instead of task, train, dev and prefix
     mix_temperature: float = recipe_field(
         1.0,
         "Several tasks: sample each in proportion to its number of examples to this power; 1 is proportional, 0 equal. "

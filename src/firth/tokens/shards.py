@@ -342,7 +342,7 @@ def find_part_damage(folder: Path, part: str, vocab_size: int) -> str | None:
 
 
 def file_states(folder: Path, names: Iterable[str]) -> dict[str, list[int]]:
-    """Return size, mtime and ctime of each file. Copying keeps the mtime, if asked to, and never the ctime."""
+    """Return size, mtime and ctime of each file. A copy may keep the mtime, never the ctime."""
     stats = {name: (folder / name).stat() for name in names}
     return {name: [stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns] for name, stat in stats.items()}
 

@@ -244,7 +244,7 @@ def run_e_step(state: UnigramState, lattice: WordLattice) -> np.ndarray:
 
 
 def run_m_step(state: UnigramState, expected_P: np.ndarray, drop_rare: bool = True) -> UnigramState:
-    """Return scores from expected counts; digamma in place of log favours few pieces (Liang and Klein 2007)."""
+    """Return scores from expected counts; digamma instead of log favours few pieces (Liang and Klein 2007)."""
     from scipy.special import digamma  # slow to import, and only training needs it
 
     if drop_rare:

@@ -10,7 +10,7 @@ these to the replica. One Triton kernel does all of it (Loshchilov & Hutter 2019
     w = w - lr decay w - lr / (1 - beta1^t) * m / (sqrt(v) / sqrt(1 - beta2^t) + eps)
     replica = bfloat16(w)
 
-The update is bound by memory: 30 bytes per weight, with the gradient norm's read, in place of 52.
+The update is bound by memory: 30 bytes per weight, with the gradient norm's read, instead of 52.
 
 One launch covers all tensors of a parameter group. A `PointerTable` holds the address of every tensor and gives each
 program of the kernel its tensor and its offset in it. The clip scale and `found_inf` (1 skips the step) stay on the

@@ -12,7 +12,7 @@ by the same length. Per step and matrix:
 3. decoupled weight decay, then W <- W - lr * 0.2 sqrt(max(A, B)) * update. The factor gives the update the RMS of a
    typical AdamW update, so that AdamW's learning rate fits (Liu et al. 2025, section 2.2).
 
-Cost: one momentum buffer in place of AdamW's two moments, and 15 matmuls per matrix and step. Matrices of one shape are
+Cost: one momentum buffer instead of AdamW's two moments, and 15 matmuls per matrix and step. Matrices of one shape are
 stacked and orthogonalised in one batch. Query, key and value share one parameter but are orthogonalised
 separately, since they are separate linear maps. Embeddings, heads, norms and biases use AdamW: an embedding row is
 looked up, not multiplied, and a vector has no singular directions.
