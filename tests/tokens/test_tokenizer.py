@@ -8,10 +8,12 @@ from pathlib import Path
 
 import pytest
 import transformers
+from tokenizers import Tokenizer as Backend
+from tokenizers import models
 
 from firth.core.errors import UserError
 from firth.tokens.builders import TOKENIZER_KINDS
-from firth.tokens.tokenizer import Tokenizer, load_tokenizer
+from firth.tokens.tokenizer import Tokenizer, find_special_tokens, load_tokenizer
 from firth.tokens.train import train_tokenizer
 
 TEXTS = [
@@ -327,3 +329,8 @@ def test_an_id_far_beyond_the_number_of_tokens_is_refused(model: str, tmp_path: 
     vocab["b"] = 50_000  # a gap, as between a vocabulary and added tokens
     (tmp_path / "tokenizer.json").write_text(json.dumps(state))
     assert load_tokenizer(tmp_path).vocab.size == 50_001
+
+
+def test_a_special_token_that_is_half_a_character_is_left_out(tmp_path: Path) -> None:
+    backend = Backend(models.WordLevel({"a": 0}, "a"))
+    assert find_special_tokens(tmp_path, {"mask_token": "\ud800", "pad_token": "a"}, backend) == {"pad": "a"}

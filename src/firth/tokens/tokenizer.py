@@ -342,6 +342,11 @@ def read_merges(folder: Path, config: Mapping[str, Any]) -> Backend:
     return backend
 
 
+def has_lone_surrogate(text: str) -> bool:
+    """Whether a text holds half of a character, which JSON can write as an escape and UTF-8 cannot encode."""
+    return any("\ud800" <= c <= "\udfff" for c in text)
+
+
 def find_special_tokens(folder: Path, config: Mapping[str, Any], backend: Backend) -> dict[str, str]:
     """Return role -> special token: from the folder's files, else those of a known family."""
     other = folder / "special_tokens_map.json"
@@ -350,7 +355,7 @@ def find_special_tokens(folder: Path, config: Mapping[str, Any], backend: Backen
     for role in SPECIAL_TOKEN_ROLES:
         token = named.get(f"{role}_token")
         token = token["content"] if isinstance(token, dict) else token
-        if token and backend.token_to_id(token) is None:
+        if token and (has_lone_surrogate(token) or backend.token_to_id(token) is None):
             warn(f"{folder} names {quote(token)} as its {role} token, which its vocabulary does not have.")
         elif token:
             roles[role] = token
