@@ -61,6 +61,7 @@ VOLATILE_FIELDS = (
     "examples_per_second",
     "tokens_per_second",
     "words_per_second",
+    "shapes",  # that this process computed
 )
 
 
@@ -232,6 +233,16 @@ def results(folder: Path) -> dict[str, Any]:
     return found
 
 
+def describe_difference(name: str, found: Any, expected: Any) -> str:
+    """Name a file that differs, and the fields of a JSON file that do."""
+    if not isinstance(found, dict) or not isinstance(expected, dict):
+        return name + ("" if found and expected else " (only before)" if expected else " (only after)")
+    fields = [
+        f"{k}: {found.get(k)!r} for {expected.get(k)!r}" for k in {*found, *expected} if found.get(k) != expected.get(k)
+    ]
+    return f"{name} ({'; '.join(sorted(fields))[:300]})"
+
+
 def use_small_chunks() -> None:
     """Let `prepare` note its progress after every 5 documents: texts of this size would be one chunk."""
     importlib.import_module("firth.tokens.prepare").CHUNK_DOCUMENTS = 5  # type: ignore[attr-defined]
@@ -281,12 +292,16 @@ class Kills:
         if wait(fork(run_quietly, self.job, folder)) != 0:
             self.faults.append(f"{self.job.name}: " + Path(f"{folder}.output").read_text()[-1000:])
         found = results(folder)
-        different = [n for n in {*found, *self.expected} if found.get(n) != self.expected.get(n)]
+        different = sorted(
+            describe_difference(name, found.get(name), self.expected.get(name))
+            for name in {*found, *self.expected}
+            if found.get(name) != self.expected.get(name)
+        )
         changed = [n for n, content in snapshot(self.fixtures.folder, ()).items() if inputs.get(n) != content]
         self.counts["compared"] += 1
         self.counts["equal"] += not different
         if different or changed:
-            self.faults.append(f"{self.job.name}: different: {sorted(different)[:5]}, inputs: {changed[:3]}")
+            self.faults.append(f"{self.job.name}: different: {different[:5]}, inputs: {changed[:3]}")
 
     def run(self, num_kills: int, seed: int = 0) -> None:
         """Kill until the count has reached `num_kills`."""
