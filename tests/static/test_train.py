@@ -394,7 +394,7 @@ def test_a_small_text_is_read_more_often_by_default(
     data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     tokens = open_shards(data).train.num_tokens
-    monkeypatch.setattr(train, "MIN_WORD2VEC_TOKENS", 7 * tokens)
+    monkeypatch.setattr("firth.static.recipe.MIN_WORD2VEC_TOKENS", 7 * tokens)
     recipe = Word2VecRecipe(**{**SMALL, "epochs": 0})
     assert run(recipe, data, tmp_path / "run")["tokens"] == 7 * tokens
     assert "epochs: 7\n" in (tmp_path / "run" / "recipe.yaml").read_text()

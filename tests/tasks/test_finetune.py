@@ -1064,7 +1064,7 @@ def test_invalid_baselines_raise(
     with pytest.raises(UserError, match="a run of the task pair"):
         check_baseline(r, dev)
     (tmp_path / "predictions.jsonl").write_text("nonsense\n")
-    with pytest.raises(UserError, match="does not hold predictions"):
+    with pytest.raises(UserError, match=r"predictions\.jsonl:1: not JSON"):
         check_baseline(r, dev)
 
 
