@@ -113,7 +113,8 @@ def test_a_busy_machine_gets_more_time_and_smaller_steps(
     for step_seconds in (0.1, 0.6, 4.0):
         monkeypatch.setattr(lab, "time_pretraining", lambda recipe, s=step_seconds: (s, 1))
         for max_seconds in (90.0, 180.0):  # with minutes of the user, and without
-            recipe = run.plan_pretraining(shards, Path("start-counted"), 90.0, max_seconds)
+            recipe, seconds = run.plan_pretraining(shards, Path("start-counted"), 90.0, max_seconds)
+            assert seconds == step_seconds * recipe.per_device_train_batch_size / 32
             assert recipe.threads == 1
             planned[step_seconds, max_seconds] = recipe.per_device_train_batch_size, round(60 * recipe.minutes)
     assert planned == {

@@ -132,6 +132,7 @@ def architecture_setups(include_all: bool) -> dict[str, ArchitectureSetup]:
         "max_seq_length": QUICKSTART_LENGTH_TOKENS,
         "per_device_train_batch_size": 256 if has_gpu else 32,
         "save_steps": 500,
+        **({} if has_gpu else {"eval_rows": 128}),
     }
     rate = 1e-3 if has_gpu else 2e-3
     adamw = {"optim": "adamw", "learning_rate": rate}
@@ -263,11 +264,11 @@ class ArchitectureRun:
             start = time.monotonic()
             spent = clock.elapsed_seconds + 1.1 * finetune_seconds + REPORT_SECONDS
             least = MIN_PRETRAIN_SHARE * total_seconds
-            planned = self.plan_pretraining(
+            planned, step_seconds = self.plan_pretraining(
                 shards, starts["counted"], *(max(s - spent, least) for s in (total_seconds, budget.max_seconds))
             )
             self.announce(3, "pretraining from the counted embeddings", 60 * planned.minutes)
-            trained = self.pretrain(planned, start)
+            trained = self.pretrain(planned, start, step_seconds)
             message = f"fine-tuning the pretrained model ({plan.describe_runs(1)})"
             self.announce(4, message, finetune_seconds)
             final = self.folder / "pretraining" / "final"
@@ -317,17 +318,22 @@ class ArchitectureRun:
                 write_model(model, temporary)
         return checkpoints
 
-    def plan_pretraining(self, shards: ShardSet, checkpoint: Path, seconds: float, max_seconds: float) -> Recipe:
-        """Return the recipe of pretraining, with the minutes, rows and CPU threads that suit this machine."""
+    def plan_pretraining(
+        self, shards: ShardSet, checkpoint: Path, seconds: float, max_seconds: float
+    ) -> tuple[Recipe, float]:
+        """Return the recipe of pretraining, with the minutes, rows and CPU threads that suit this machine.
+
+        Also returns the seconds of a step, 0 where none was timed.
+        """
         folder = self.folder / "pretraining"
         if self.resume and (folder / "recipe.yaml").is_file():
-            return load_recipe(folder / "recipe.yaml", Recipe)
+            return load_recipe(folder / "recipe.yaml", Recipe), 0.0
         model = with_vocabulary(self.setup.model, shards.tokenizer.vocab)
         fields = {"data": str(shards.folder), "tokenizer": shards.tokenizer.fingerprint, "minutes": seconds / 60}
         recipe = pretraining_recipe(model, output_dir=str(folder), seed=self.seed, **fields, **self.setup.recipe_fields)
         recipe = replace(recipe, checkpoint=str(checkpoint), warm_start="none")
         if torch.cuda.is_available():
-            return recipe
+            return recipe, 0.0
         with quiet():
             step_seconds, threads = time_pretraining(recipe)
         rows, longer = plan_pretraining(step_seconds, recipe.per_device_train_batch_size, seconds, max_seconds)
@@ -339,12 +345,14 @@ class ArchitectureRun:
                 f"a step of {recipe.per_device_train_batch_size} rows takes {step_seconds:.1f}s here (load "
                 f"{load_average():.1f}): pretraining {more}makes about {steps:.0f} steps of {rows} rows"
             )
-        return replace(recipe, minutes=longer / 60, per_device_train_batch_size=rows, threads=threads)
+        planned = replace(recipe, minutes=longer / 60, per_device_train_batch_size=rows, threads=threads)
+        return planned, step_seconds * rows / recipe.per_device_train_batch_size
 
-    def pretrain(self, recipe: Recipe, start_time: float) -> dict[str, Any]:
-        """Pretrain; `minutes` start at `start_time`."""
+    def pretrain(self, recipe: Recipe, start_time: float, step_seconds: float) -> dict[str, Any]:
+        """Pretrain; `minutes` start at `start_time`. A timed step need not be timed again."""
         resumes = self.resume and (Path(recipe.output_dir) / "recipe.yaml").is_file()
-        return pretrain(recipe, resume=self.resume, start_time=None if resumes else start_time)
+        began = None if resumes else start_time
+        return pretrain(recipe, resume=self.resume, start_time=began, step_seconds=step_seconds)
 
     def finetune_recipe(self, arm: str, checkpoint: Path, num_labels: int, **fields: Any) -> FinetuneRecipe:
         """Return the recipe of one arm. Its scores choose nothing: no early stopping, no best step."""

@@ -111,10 +111,12 @@ def pretrain(
     start_time: float | None = None,
     allow_change: bool = False,
     rewind: int | None = None,
+    step_seconds: float = 0.0,
 ) -> dict[str, Any]:
     """Run a recipe and return its results. `start_time` starts the clock of `minutes` (time.monotonic).
 
     A resumed run keeps its recipe unless `allow_change`. `rewind` goes back that many steps (see `rewind_run`).
+    `step_seconds` is the duration of a step, where the caller has timed it; else a run of `minutes` times some steps.
     """
     recipe.check()
     folder, dist_context = Path(recipe.output_dir), init_distributed(recipe)
@@ -124,7 +126,7 @@ def pretrain(
     with shared_run_folder(dist_context, folder, resume, overwrite, inputs):
         clock = RunClock(folder, resume, start_time)
         with dist_context.enter_on_main(clock):
-            return pretrain_in_folder(folder, recipe, resume, clock.start_time, allow_change, rewind)
+            return pretrain_in_folder(folder, recipe, resume, clock.start_time, allow_change, rewind, step_seconds)
 
 
 def pretrain_in_folder(
@@ -134,14 +136,21 @@ def pretrain_in_folder(
     start_time: float | None = None,
     allow_change: bool = False,
     rewind: int | None = None,
+    step_seconds: float = 0.0,
 ) -> dict[str, Any]:
     """Pretrain in a folder that the caller has locked."""
     with deterministic_mode(recipe.deterministic), limit_threads():
-        return run_pretraining(folder, recipe, resume, start_time, allow_change, rewind)
+        return run_pretraining(folder, recipe, resume, start_time, allow_change, rewind, step_seconds)
 
 
 def run_pretraining(
-    folder: Path, recipe: Recipe, resume: bool, start_time: float | None, allow_change: bool, rewind: int | None
+    folder: Path,
+    recipe: Recipe,
+    resume: bool,
+    start_time: float | None,
+    allow_change: bool,
+    rewind: int | None,
+    step_seconds: float,
 ) -> dict[str, Any]:
     """Run all stages, from data to results."""
     start_time = time.monotonic() if start_time is None else start_time
@@ -205,6 +214,9 @@ def run_pretraining(
 
         def measure() -> tuple[float, float]:
             nonlocal eval_seconds
+            if step_seconds:  # a forward pass is a third of a step
+                eval_seconds = step_seconds * recipe.eval_rows / (3 * recipe.global_batch_size)
+                return step_seconds, eval_seconds
 
             def time_stage(stage_recipe: Recipe, with_eval: bool) -> tuple[float, float]:
                 trial_model, source = model.clone(), ramp_datasets.get(stage_recipe.max_seq_length, rows)
