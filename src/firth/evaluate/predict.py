@@ -114,16 +114,16 @@ class Predictor:
         """Return the example, or its windows if its only text exceeds a row and has one label."""
         if not isinstance(self.task, ClassificationTask | RegressionTask) or len(example.texts) > 1 or example.spans:
             return [example]
-        text, room = example.texts[0], self.task.template.max_text_tokens(1)
-        if len(text.encode()) <= room:  # at most one token per byte
+        text, max_tokens = example.texts[0], self.task.template.max_text_tokens(1)
+        if len(text.encode()) <= max_tokens:  # a token has at least one byte
             return [example]
         encoding = self.task.tokenizer.encode_with_offsets([text])[0]
-        if len(encoding.ids) <= room:
+        if len(encoding.ids) <= max_tokens:
             return [example]
         self.num_windowed_texts += 1
         bounds = [
             (encoding.offsets[start][0], encoding.offsets[start + size - 1][1])
-            for start, size in split_context_windows(len(encoding.ids), room)
+            for start, size in split_context_windows(len(encoding.ids), max_tokens)
         ]
         return [example._replace(texts=(text[start:end],)) for start, end in bounds]
 

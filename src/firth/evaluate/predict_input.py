@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -11,6 +10,7 @@ from typing import Any, NamedTuple
 
 from firth.core.console import format_count
 from firth.core.errors import UserError
+from firth.core.parse import parse_json
 from firth.text import Example, RowNotes
 from firth.text.examples import TASK_FORMATS
 from firth.text.labelled import open_labelled_file, replace_surrogates_in_records, replace_surrogates_in_value
@@ -147,8 +147,5 @@ class InputReader:
                 continue
             value: PredictInput = text
             if text.lstrip().startswith("{"):
-                try:
-                    value = json.loads(text)
-                except (ValueError, RecursionError) as e:
-                    raise UserError(f"{where}: not JSON ({getattr(e, 'msg', e)}).") from None
+                value = parse_json(text, name, number)
             yield self.read(value, number, where, columns)

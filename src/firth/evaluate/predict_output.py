@@ -9,7 +9,7 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from firth.core.errors import UserError
+from firth.core.errors import UserError, shorten
 from firth.core.files import atomic_file, check_writable
 from firth.evaluate.predict_input import TaskInput
 from firth.text.records import data_extension
@@ -69,18 +69,20 @@ def format_prediction(task_input: TaskInput, record: Mapping[str, Any]) -> str:
         return " ".join(f"{word}/{tag}" for word, tag in zip(record["words"], record["tags"], strict=True))
     if "vector" in record:
         shown = ", ".join(f"{x:.3f}" for x in record["vector"][:SHOWN_VECTOR_NUMBERS])
-        return f"[{shown}, ...] ({len(record['vector'])} numbers)  {shorten(task_input.example.texts[0])}"
+        return (
+            f"[{shown}, ...] ({len(record['vector'])} numbers)  {shorten(task_input.example.texts[0], MAX_SHOWN_CHARS)}"
+        )
     if "similarity" in record:
-        return f"{record['similarity']:.3f}  {shorten(' | '.join(task_input.example.texts))}"
+        return f"{record['similarity']:.3f}  {shorten(' | '.join(task_input.example.texts), MAX_SHOWN_CHARS)}"
     if "score" in record:
-        return f"{record['score']:.3f}  {shorten(' | '.join(task_input.example.texts))}"
+        return f"{record['score']:.3f}  {shorten(' | '.join(task_input.example.texts), MAX_SHOWN_CHARS)}"
     probability = f"{100 * record['probability']:5.1f}%" if "probability" in record else ""
     if "answer" in record:
         return f"{record['answer'] or 'no answer'}  {probability.strip()}".rstrip()
     if "choice" in record:
         return f"{record['choice']}: {record['text']}  {probability.strip()}"
     if "label" in record:
-        return f"{record['label']}  {probability}  {shorten(' | '.join(task_input.example.texts))}"
+        return f"{record['label']}  {probability}  {shorten(' | '.join(task_input.example.texts), MAX_SHOWN_CHARS)}"
     return str(record["text"])
 
 
@@ -96,8 +98,3 @@ def mark_spans(text: str, spans: Iterable[Mapping[str, Any]]) -> str:
         parts += [text[end : span["start"]], f"[{span['type']} {text[span['start'] : span['end']]}{share}]"]
         end = span["end"]
     return "".join([*parts, text[end:]])
-
-
-def shorten(text: str) -> str:
-    text = " ".join(text.split())
-    return text if len(text) <= MAX_SHOWN_CHARS else f"{text[: MAX_SHOWN_CHARS - 4]} ..."

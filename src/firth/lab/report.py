@@ -38,7 +38,7 @@ def plot_arms(rows: Iterable[ArmScore], chance: float | None = None, ylabel: str
     for start, centre, colour in zip(starts, centres, PLOT_COLOURS, strict=False):
         bars = {groups.index((r.model, r.num_labels)) + centre * width: list(r.seeds) for r in rows if r.start == start}
         drawn = axes.bar(list(bars), [fmean(s) for s in bars.values()], 0.86 * width, color=colour, alpha=0.6)
-        if len(groups) > 1:  # one group has room for the names below its bars
+        if len(groups) > 1:  # the names of one group fit below its bars
             drawn.set_label(escape_mathtext(start))
         for x, seeds in bars.items():
             step = DOT_SPREAD * width / max(len(seeds) - 1, 1)

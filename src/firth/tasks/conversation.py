@@ -35,7 +35,7 @@ class Conversation:
         self.model, self.system = model, system
         self.settings = {"max_new_tokens": DEFAULT_NEW_TOKENS, **settings}
         self.messages: list[tuple[str, str]] = []
-        self.num_forgotten = 0  # messages that were left out to make room
+        self.num_forgotten = 0  # messages that were left out because the dialogue was too long
         self.clear()
 
     def clear(self) -> None:
@@ -54,9 +54,9 @@ class Conversation:
     def fit(self, messages: list[tuple[str, str]]) -> tuple[list[tuple[str, str]], list[int]]:
         """Return the messages that fit, and their ids: the oldest exchange is left out until the rest fits."""
         limit, first = self.model.config.max_length, int(bool(self.system))
-        room = limit and limit - min(self.settings["max_new_tokens"], limit // 2)
+        max_prompt_tokens = limit and limit - min(self.settings["max_new_tokens"], limit // 2)
         ids = encode_messages(self.model, messages)
-        while room and len(ids) > room and len(messages) > first + 1:
+        while max_prompt_tokens and len(ids) > max_prompt_tokens and len(messages) > first + 1:
             messages = [*messages[:first], *messages[first + 2 :]]
             self.num_forgotten += 2
             ids = encode_messages(self.model, messages)

@@ -56,7 +56,7 @@ PATH_FIELDS = ("output_dir", "data", "checkpoint", "teacher", "train", "dev", "b
 
 @dataclass(frozen=True)
 class FinishedRun:
-    """The key of results.json that decides whether a run goes on."""
+    """The key of results.json that tells whether a run is finished."""
 
     allow_unknown_keys = True
 
