@@ -20,8 +20,16 @@ from firth import api
 from firth.core.errors import UserError
 from firth.lab.prove_resume import compare_runs
 from firth.train import ComputeConfig, Recipe, load_recipe, pretrain, read_log
+from firth.train import compute as compute_module
 from firth.train.clock import CLOCK_FILE, RunClock
-from firth.train.compute import choose_threads, limit_threads, thread_choices
+from firth.train.compute import (
+    busy_cores,
+    choose_threads,
+    limit_threads,
+    process_cores,
+    read_core_ticks,
+    thread_choices,
+)
 from firth.train.resume import merge_recipe
 
 clocks = importlib.import_module("firth.train.clock")
@@ -210,18 +218,44 @@ def test_a_run_is_planned_again_when_its_steps_are_slower_and_resumes_exactly(
     assert (chosen.max_steps, chosen.eval_steps, chosen.warmup_steps) == (15, 5, 2)
 
 
+def test_busy_cores_are_counted_while_this_process_sleeps(monkeypatch: pytest.MonkeyPatch) -> None:
+    first = {0: (10, 50), 1: (20, 100), 2: (5, 5)}
+    second = {0: (40, 80), 1: (35, 160), 2: (5, 5)}
+    reads = iter([first, second])
+    monkeypatch.setattr(compute_module, "read_core_ticks", lambda cores: next(reads))
+    assert busy_cores({0, 1, 2}, seconds=0.0) == pytest.approx(30 / 30 + 15 / 60)
+    monkeypatch.setattr(compute_module, "read_core_ticks", lambda cores: {})
+    monkeypatch.setattr("os.getloadavg", lambda: (6.0, 6.0, 6.0))
+    assert busy_cores({0, 1}) == 2, "no more than there are"
+
+
+@pytest.mark.skipif(not Path("/proc/stat").is_file(), reason="the system has no /proc/stat")
+def test_ticks_of_the_cores_of_this_process_are_read() -> None:
+    cores = process_cores()
+    ticks = read_core_ticks(cores)
+    assert set(ticks) == cores
+    assert all(0 <= busy <= total for busy, total in ticks.values())
+
+
 def test_the_faster_number_of_threads_is_taken_and_recorded(
     recipe_of: Recipes, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv("OMP_NUM_THREADS", "2")
     monkeypatch.delenv("MKL_NUM_THREADS", raising=False)
     monkeypatch.setattr("os.getloadavg", lambda: (6.0, 6.0, 6.0))
+    monkeypatch.setattr(compute_module, "process_cores", lambda: set(range(8)))
+    monkeypatch.setattr(compute_module, "busy_cores", lambda cores: 3.0)
     recipe = recipe_of(minutes=1.0, max_steps=0)
     with limit_threads(8):
         assert thread_choices(recipe, CPU) == [], "the user has set it"
         monkeypatch.delenv("OMP_NUM_THREADS")
         assert thread_choices(replace(recipe, threads=8), CPU) == []
-        assert thread_choices(recipe, CPU) == [2, 8], "6 of 8 cores are busy"
+        assert thread_choices(recipe, CPU) == [5, 8], "3 of 8 cores are busy"
+        monkeypatch.setattr(compute_module, "busy_cores", lambda cores: 6.2)
+        assert thread_choices(recipe, CPU) == [2], "most are busy: nothing to compare"
+        assert "other programs use 6.2 of 8 cores: the run uses 2 CPU threads" in capsys.readouterr().err
+    monkeypatch.setattr(compute_module, "process_cores", lambda: {0, 1})
+    monkeypatch.setattr(compute_module, "busy_cores", lambda cores: 0.2)
     with limit_threads(2):
         assert thread_choices(recipe, CPU) == [1, 2]
         choose_threads([1, 2], lambda: 0.5 * torch.get_num_threads())

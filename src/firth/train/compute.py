@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import os
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from importlib import import_module
+from pathlib import Path
 from statistics import fmean
 from threading import Thread
 
@@ -115,14 +117,63 @@ def thread_choices(training: TrainingConfig, compute: ComputeConfig) -> list[int
     """Return the numbers of CPU threads to compare: all, and as many as other programs leave free.
 
     OpenMP's threads wait for each other at the end of every operation, in a loop that keeps their core busy. Beside
-    other programs one of them always comes late, so that two threads on two busy cores are slower than one.
+    other programs one of them always comes late, so that two threads on two busy cores are slower than one. Where other
+    programs use half of the cores or more, nothing is compared: a short timing may fall into a moment in which they
+    wait, and the run would be several times slower than planned.
     """
     several = compute.device.type == "cpu" and compute.dist_context.world_size == 1 and torch.get_num_threads() > 1
     if not several or training.threads or any(os.environ.get(name) for name in THREAD_VARIABLES):
         return []
-    cores, load = torch.get_num_threads(), load_average()
-    free = max(1, cores - round(load))
-    return sorted({cores, free, *([1] if cores <= MAX_CORES_TO_TRY_ONE else [])})
+    threads, cores = torch.get_num_threads(), process_cores()
+    free = len(cores) - busy_cores(cores)
+    fitting = min(threads, max(1, round(free)))
+    if free <= threads / 2:
+        say(
+            f"other programs use {len(cores) - free:.1f} of {format_count(len(cores), 'core')}: "
+            f"the run uses {format_count(fitting, 'CPU thread')}"
+        )
+        return [fitting]
+    return sorted({threads, fitting, *([1] if threads <= MAX_CORES_TO_TRY_ONE else [])})
+
+
+def process_cores() -> set[int]:
+    """Return the numbers of the cores that this process may use."""
+    if hasattr(os, "sched_getaffinity"):
+        return os.sched_getaffinity(0)
+    return set(range(os.cpu_count() or 1))
+
+
+def busy_cores(cores: set[int], seconds: float = 0.3) -> float:
+    """Return how many of these cores other programs keep busy; this process sleeps meanwhile.
+
+    Time of programs with a low priority (`nice`) does not count: they give way. Where the system has no /proc/stat, the
+    load of the last minute stands for it.
+    """
+    before = read_core_ticks(cores)
+    if not before:
+        return min(load_average(), len(cores))
+    time.sleep(seconds)
+    after = read_core_ticks(cores)
+    shares = []
+    for core, ticks in before.items():
+        busy, total = (now - then for now, then in zip(after.get(core, ticks), ticks, strict=True))
+        shares.append(busy / total if total > 0 else 0.0)
+    return sum(shares)
+
+
+def read_core_ticks(cores: set[int]) -> dict[int, tuple[int, int]]:
+    """Return the ticks of each core since the start of the system: busy ones and all; empty where it does not say."""
+    try:
+        lines = Path("/proc/stat").read_text(encoding="ascii").splitlines()
+    except OSError:
+        return {}
+    ticks = {}
+    for core, *values in (line[3:].split() for line in lines if line.startswith("cpu") and line[3].isdigit()):
+        if int(core) in cores:
+            user, nice, system, idle, iowait, *others = map(int, values[:8])  # the columns after it are counted in user
+            busy = user + system + sum(others)
+            ticks[int(core)] = (busy, busy + nice + idle + iowait)
+    return ticks
 
 
 def load_average() -> float:
