@@ -189,7 +189,7 @@ def written() -> Callable[..., CounterRNG]:
     """`written(rows, tokens=[[0.1, 0.9]])`: the numbers of each purpose, row by row; _ stands for a space."""
 
     def make(rows: Rows, **tables: Sequence[Sequence[float]]) -> CounterRNG:
-        return Written(0, rows.stream_index, None, {name.replace("_", " "): table for name, table in tables.items()})
+        return Written(0, rows.stream_index, tables={name.replace("_", " "): table for name, table in tables.items()})
 
     return make
 

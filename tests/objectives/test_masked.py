@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -50,6 +51,41 @@ def test_mlm_by_hand(picture: Picture, written: Writer, vocab: Vocabulary) -> No
     assert batch.document_ids is rows.document_ids
     assert batch.position_ids is rows.position_ids
     assert batch.attention_rank is batch.token_type_ids is batch.span_boundaries is batch.pair_labels is None
+
+
+def test_the_mask_rate_follows_the_run(picture: Picture, written: Writer, vocab: Vocabulary) -> None:
+    rows = picture("C 10 11 12 13 14 15 16 17 S")
+    keys = [[0, 0.8, 0.7, 0.6, 0.5, 0.4, 0.3, 0.2, 0.1]]
+    objective = MLM(rate=0.5, rate_end=0.25, mask_prob=1.0, random_prob=0.0)
+    shapes, read = set(), []
+    for progress in (0.0, 0.5, 1.0):
+        draws = replace(written(rows, tokens=keys, fate=[[0.5] * 5]), progress=progress)
+        batch = objective(rows, draws, vocab)
+        shapes.add(batch.labels.shape)
+        read.append([batch.labels[0].tolist(), (batch.input_ids == MASK).sum()])
+    assert shapes == {(1, 5)}  # half of ten positions, at every step
+    # 50%, 37.5% and 25% of eight tokens
+    assert read == [[[14, 15, 16, 17, x], 4], [[15, 16, 17, x, x], 3], [[16, 17, x, x, x], 2]]
+
+
+@pytest.mark.parametrize("masking", [noise_mask.TokenMasking(), WholeWordMasking(), SpanMasking()])
+def test_a_changing_mask_rate_over_many_rows(masking: Any, rows_for: Maker, vocab: Vocabulary) -> None:
+    objective = MLM(rate=0.1, rate_end=0.3, masking=masking)
+    rows = rows_for(objective, 64, 256, documents=2)
+    for progress in (0.0, 0.25, 1.0):
+        batch = objective(rows, CounterRNG(0, rows.stream_index, progress=progress), vocab)
+        expected = 0.1 + 0.2 * progress
+        constant = MLM(rate=expected, masking=masking)(rows, CounterRNG(0, rows.stream_index), vocab)
+        assert batch.num_targets / rows.maskable.sum() == pytest.approx(expected, rel=0.05)
+        assert (batch.input_ids == constant.input_ids).all()  # the masks of a run with this rate
+        assert batch.labels.shape[1] == masking.num_slots(0.3, 256)
+
+
+def test_a_mask_rate_that_changes_is_refused_with_fixed_masks() -> None:
+    with pytest.raises(UserError, match="leave one out"):
+        MLM(rate=0.3, rate_end=0.15, num_static_masks=10)
+    with pytest.raises(UserError, match=r"rate_end is 1\.5"):
+        MLM(rate_end=1.5)
 
 
 def test_mlm_of_whole_words(picture: Picture, written: Writer, vocab: Vocabulary) -> None:

@@ -32,7 +32,7 @@ from firth.models import (
 from firth.models.attention import Attention
 from firth.models.config import SentencePairHead, SpanBoundaryHead
 from firth.models.presets import bert, ib_bert, mobilebert
-from firth.objectives import Batch, CounterRNG
+from firth.objectives import MLM, Batch, CounterRNG
 from firth.text import Corpus
 from firth.tokens import ShardSet, load_tokenizer, open_shards, prepare
 from firth.train import (
@@ -49,6 +49,7 @@ from firth.train import (
 from firth.train.dataloader import (
     make_batch,
     make_batch_rng,
+    make_held_out_dataset,
     make_pretrain_batch_fn,
     make_row_dataset,
     open_recipe_shards,
@@ -368,6 +369,36 @@ def test_a_resumed_run_equals_an_uninterrupted_one(
     pretrain(stopped, resume=True)
     assert lines(tmp_path / "stopped") == lines(tmp_path / "straight")
     assert weights(tmp_path / "stopped") == weights(tmp_path / "straight")
+
+
+def test_a_changing_mask_rate_is_logged_and_resumes(
+    recipe_of: Recipes, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fields = dict(objective=MLM(rate=0.4, rate_end=0.2), max_steps=4, save_steps=1)
+    straight, stopped = (recipe_of("bert", output_dir=str(tmp_path / name), **fields) for name in ("straight", "half"))
+    pretrain(straight)
+    monkeypatch.setattr(pretraining, "TrainingRun", lambda *a, **k: TrainingRun(*a, **k, hooks=[(1, stop_at(3))]))
+    with pytest.raises(Stop):
+        pretrain(stopped, resume=True)
+    monkeypatch.undo()
+    pretrain(stopped, resume=True)
+    assert lines(tmp_path / "half") == lines(tmp_path / "straight")
+    assert weights(tmp_path / "half") == weights(tmp_path / "straight")
+    log = read_log(tmp_path / "straight" / "log.jsonl")
+    assert [line["mask_rate"] for line in log if "loss" in line] == pytest.approx([0.4, 0.35, 0.3, 0.25])
+    held_out = log[-1]["eval_loss"]  # at the rate of the end: that of a run with this rate throughout
+    constant = replace(straight, objective=MLM(rate=0.2))
+    shards = open_recipe_shards(constant)
+    rows = make_held_out_dataset(constant, shards)
+    assert rows is not None
+    evaluate = make_held_out_loss_fn(constant, rows, shards.tokenizer, CPU)
+    assert evaluate(load_model(tmp_path / "straight" / "final"))["eval_loss"] == pytest.approx(held_out, rel=1e-6)
+
+
+def test_minutes_are_planned_once_where_the_mask_rate_follows_the_steps(recipe_of: Recipes) -> None:
+    plain = recipe_of("bert", minutes=1.0)
+    assert pretraining.can_replan(plain)
+    assert not pretraining.can_replan(replace(plain, objective=MLM(rate=0.3, rate_end=0.15)))
 
 
 def test_a_run_with_an_unused_head_resumes(recipe_of: Recipes, tmp_path: Path) -> None:

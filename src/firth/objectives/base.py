@@ -63,6 +63,10 @@ class ObjectiveBase:
         """
         return {}
 
+    def mask_rate_at(self, progress: float) -> float | None:
+        """Return the mask rate after this share of the run; None where it stays the same, or where there is none."""
+        return None
+
 
 def trace_sources(
     objective: Callable[[Rows, CounterRNG, Vocabulary], Batch], rows: Rows, rng: CounterRNG, vocab: Vocabulary

@@ -18,11 +18,15 @@ from firth.core.hashing import hash_uint64
 
 @dataclass(frozen=True)
 class CounterRNG:
-    """Random numbers for B rows; `index` (B,) is the index of each row in the stream, `step` (B,) its training step."""
+    """Random numbers for B rows; `index` (B,) is the index of each row in the stream, `step` (B,) its training step.
+
+    `progress` is the share of the run's steps before this one. It changes no random number: a rate may follow it.
+    """
 
     seed: int
     index: np.ndarray
     step: np.ndarray | None = None
+    progress: float = 0.0
 
     def uniform(self, purpose: str, width: int) -> np.ndarray:
         """Return (B, width) float32 in [0, 1), independent for every purpose."""

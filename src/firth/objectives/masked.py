@@ -79,6 +79,7 @@ class MLM(ObjectiveBase):
     """Masked language modelling; the file's docstring explains it.
 
     - rate: share of the text tokens that are targets, the "mask rate" of the papers
+    - rate_end: mask rate at the end of the run, reached on a straight line from `rate`; None: `rate` throughout
     - mask_prob, random_prob: of the targets, the share that becomes [MASK] or a random token; the rest is kept
     - masking: which tokens are targets
     - targets: what is predicted there: "tokens", "boundary" (SpanBERT) or "replaced" (ELECTRA)
@@ -90,6 +91,7 @@ class MLM(ObjectiveBase):
     """
 
     rate: float = 0.15
+    rate_end: float | None = None
     mask_prob: float = 0.8
     random_prob: float = 0.1
     masking: MaskingScheme = TOKEN_MASKING
@@ -100,6 +102,12 @@ class MLM(ObjectiveBase):
 
     def __post_init__(self) -> None:
         check_rate("objective.rate", self.rate)
+        if self.rate_end is not None:
+            check_rate("objective.rate_end", self.rate_end)
+            if self.num_static_masks:
+                raise UserError(
+                    "objective.rate_end changes the masks, and objective.num_static_masks repeats them: leave one out."
+                )
         if not (self.mask_prob >= 0 and self.random_prob >= 0 and self.mask_prob + self.random_prob <= 1):
             raise UserError(
                 "objective.mask_prob and objective.random_prob must not be negative, and add up to at most 1."
@@ -130,7 +138,7 @@ class MLM(ObjectiveBase):
         self.build_template(vocab)
         if isinstance(self.masking, WordSpanMasking):
             check_mean_span_fits(
-                self.rate * source_length,
+                min(self.rate, self.rate if self.rate_end is None else self.rate_end) * source_length,
                 self.masking.mean_length,
                 "Lower objective.masking.max_span_length, raise objective.rate",
             )
@@ -147,8 +155,9 @@ class MLM(ObjectiveBase):
             assert rows.row_index is not None
             assert rows.epoch is not None
             rng = replace(rng, index=rows.row_index * self.num_static_masks + rows.epoch % self.num_static_masks)
-        noise_BL = self.masking(rows, self.rate, rng)
-        targets = corruption.select_targets(noise_BL, self.masking.num_slots(self.rate, noise_BL.shape[1]))
+        rate = self.mask_rate_at(rng.progress)
+        noise_BL = self.masking(rows, self.rate if rate is None else rate, rng)
+        targets = corruption.select_targets(noise_BL, self.num_slots(noise_BL.shape[1]))
         span_ids = boundaries = None
         if self.masking.noise_per_span or self.targets == "boundary":
             span_ids, boundaries = corruption.find_target_spans(noise_BL, targets)
@@ -173,6 +182,13 @@ class MLM(ObjectiveBase):
             span_boundaries=boundaries if self.targets == "boundary" else None,
             pair_labels=rows.pair_labels,
         )
+
+    def mask_rate_at(self, progress: float) -> float | None:
+        return None if self.rate_end is None else self.rate + (self.rate_end - self.rate) * progress
+
+    def num_slots(self, length: int) -> int:
+        """Return the number of target slots of a row: all steps have the slots of the higher rate, so one shape."""
+        return self.masking.num_slots(max(self.rate, self.rate_end or 0.0), length)
 
     def rank_and_token_types(self, rows: Rows, rng: CounterRNG) -> tuple[np.ndarray | None, np.ndarray | None]:
         """Return `attention_rank` and `token_type_ids` (B, L) for `visibility`.

@@ -114,6 +114,10 @@ class Mixture:
         total = sum(part.weight for part in self.parts)
         return {f"part {i + 1}": part.weight / total for i, part in enumerate(self.parts)}
 
+    def mask_rate_at(self, progress: float) -> float | None:
+        rates = (part.objective.mask_rate_at(progress) for part in self.parts)
+        return next((rate for rate in rates if rate is not None), None)
+
     def sample_parts(self, rng: CounterRNG) -> np.ndarray:
         """Return the part that each row belongs to (B,)."""
         if self.sample_per == "batch":
@@ -129,7 +133,7 @@ class Mixture:
             index = index if len(index) else np.zeros(1, np.int64)  # a part without rows still gives its shapes
             subset = Rows(*(None if x is None else x[index] for x in rows))  # type: ignore[arg-type]
             step = None if rng.step is None else rng.step[index]
-            batches.append(part.objective(subset, CounterRNG(rng.seed, rng.index[index], step), vocab))
+            batches.append(part.objective(subset, replace(rng, index=rng.index[index], step=step), vocab))
         return merge_batches(batches, rows_by_part, vocab.pad, is_causal="decoder" in self.architectures)
 
 

@@ -136,9 +136,17 @@ def make_pretrain_batch_fn(
         index = np.arange(first, first + stage.step_rows)[dist_context.local_rows(stage.step_rows)]
         micro_batches = np.split(index, micro_batches_per_process(stage, dist_context.world_size))
         source = by_length[stage.seq_length]
-        return [make_batch(recipe, source, rows, tokenizer.vocab, step + num_skipped) for rows in micro_batches]
+        progress = run_progress(recipe, step)
+        return [
+            make_batch(recipe, source, rows, tokenizer.vocab, step + num_skipped, progress) for rows in micro_batches
+        ]
 
     return batches
+
+
+def run_progress(recipe: Recipe, step: int) -> float:
+    """Return the share of the run's steps before this one; 0 where their number is not yet known."""
+    return min(step / recipe.max_steps, 1.0) if recipe.max_steps else 0.0
 
 
 def make_text_progress_fn(
@@ -164,19 +172,26 @@ def make_text_progress_fn(
 
 
 def make_batch(
-    recipe: Recipe, dataset: RowDataset, row_indices: np.ndarray, vocab: Vocabulary, step: int | None = None
+    recipe: Recipe,
+    dataset: RowDataset,
+    row_indices: np.ndarray,
+    vocab: Vocabulary,
+    step: int | None = None,
+    progress: float = 0.0,
 ) -> Batch:
-    """Read rows of the stream and apply the objective to them."""
+    """Read rows of the stream and apply the objective to them, as after this share of the run."""
     rows = dataset.get_rows(row_indices)
-    return recipe.objective(rows, make_batch_rng(recipe, row_indices, step), vocab)._replace(
-        reset_state=rows.reset_state
-    )
+    rng = make_batch_rng(recipe, row_indices, step, progress)
+    return recipe.objective(rows, rng, vocab)._replace(reset_state=rows.reset_state)
 
 
-def make_batch_rng(recipe: Recipe, row_indices: np.ndarray, step: int | None = None) -> CounterRNG:
+def make_batch_rng(
+    recipe: Recipe, row_indices: np.ndarray, step: int | None = None, progress: float = 0.0
+) -> CounterRNG:
     """Make the random generator of rows, keyed by row index and step. Default step: that of full batches."""
     return CounterRNG(
         recipe.noise_seed,
         row_indices,
         row_indices // recipe.global_batch_size if step is None else np.full_like(row_indices, step),
+        progress,
     )

@@ -14,8 +14,8 @@ from firth.core.console import format_count, warn
 from firth.core.files import open_in_place, replace_nonfinite, write_text
 
 # keys of every step
-STEP_KEYS = ("step", "loss", "learning_rate", "tokens", "words_seen", "passes", "grad_norm", "data", "skipped")
-NUMBER_KEYS = ("learning_rate", "tokens", "words_seen", "passes", "grad_norm")
+NUMBER_KEYS = ("learning_rate", "tokens", "words_seen", "passes", "mask_rate", "grad_norm")
+STEP_KEYS = ("step", "loss", *NUMBER_KEYS, "data", "skipped")
 
 
 class TextProgress(NamedTuple):

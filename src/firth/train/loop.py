@@ -205,7 +205,10 @@ def fit(run: TrainingRun, resume: bool = False) -> FitResult:
             saves = state.step % training.save_steps == 0
             values = torch.cat([guard.last_outcome, runner.metrics]) if runner.metric_names else guard.last_outcome
             text = run.text_progress(state.step) if run.text_progress else None
-            record = StepRecord(state.step, state.tokens, lr, data, read_async(values), runner.metric_names, logs, text)
+            mask_rate = run.mask_rate(step) if run.mask_rate else None
+            record = StepRecord(
+                state.step, state.tokens, lr, data, read_async(values), runner.metric_names, logs, text, mask_rate
+            )
             pending.append(record)
             log_pending(keep=1 if defers_loss_reads(run.compute) else 0)
             writer.poll()
@@ -343,6 +346,7 @@ class StepRecord(NamedTuple):
     metric_names: list[str]
     is_logged: bool
     text_progress: TextProgress | None = None
+    mask_rate: float | None = None
 
     def read(self) -> tuple[StepOutcome, dict[str, float]]:
         """Return the loss, gradient norm and skip flag, and the losses and accuracies that the loss consists of."""
@@ -357,6 +361,7 @@ class StepRecord(NamedTuple):
             "learning_rate": self.learning_rate,
             "tokens": self.tokens,
             **(self.text_progress._asdict() if self.text_progress else {}),
+            **({} if self.mask_rate is None else {"mask_rate": self.mask_rate}),
             "grad_norm": outcome.grad_norm,
         }
         finite = {name: value for name, value in numbers.items() if math.isfinite(value)}

@@ -67,6 +67,7 @@ from firth.train.dataloader import (
     make_row_dataset,
     make_text_progress_fn,
     open_recipe_shards,
+    run_progress,
     single_stage_recipe,
 )
 from firth.train.deterministic import deterministic_mode
@@ -282,6 +283,7 @@ def run_pretraining(
         loss_fn=losses,
         freeze_schedule=freeze_schedule,
         text_progress=text_progress,
+        mask_rate=lambda step: recipe.objective.mask_rate_at(run_progress(recipe, step)),
         replan=replan,
     )
     if isinstance(losses, TransferLoss):
@@ -310,8 +312,9 @@ def run_pretraining(
 
 
 def can_replan(recipe: Recipe) -> bool:
-    """Whether the steps may change during the run: ramps and stages of knowledge transfer are shares of all steps."""
-    has_stages = recipe.batch_ramp or recipe.length_ramp or recipe.knowledge_transfer.strategy != "none"
+    """Whether the steps may change during the run: ramps, mask rates and knowledge transfer follow shares of them."""
+    has_ramp = recipe.batch_ramp or recipe.length_ramp or recipe.objective.mask_rate_at(0.0) is not None
+    has_stages = has_ramp or recipe.knowledge_transfer.strategy != "none"
     return bool(recipe.minutes) and not has_stages
 
 
@@ -500,7 +503,8 @@ def make_held_out_loss_fn(
             # A process without a batch of its own repeats the last: collectives inside the model need all processes.
             index = min(first_index + dist_context.rank, len(starts) - 1)
             first = starts[index]
-            batch = make_batch(recipe, dataset, np.arange(first, min(first + size, last)), tokenizer.vocab)
+            row_indices = np.arange(first, min(first + size, last))
+            batch = make_batch(recipe, dataset, row_indices, tokenizer.vocab, progress=1.0)
             torch.manual_seed(dropout_seed(recipe.seed, first, 0))  # for models that sample tokens (ELECTRA)
             with compute.autocast(), with_recurrent_state(model, batch, left.pop() if left else {}, 0, left):
                 parts = batch_losses(model, batch)

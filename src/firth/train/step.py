@@ -83,6 +83,7 @@ class TrainingRun:
     computing: Callable[[], AbstractContextManager[None]] = nullcontext
     deferred_init: Callable[[], None] | None = None  # initialises the weights; the first step is compiled meanwhile
     text_progress: Callable[[int], TextProgress] | None = None  # number of steps -> text that they read
+    mask_rate: Callable[[int], float | None] | None = None  # step -> mask rate, where it changes
     replan: Replan | None = None  # plans the steps of a run with `minutes` again, while it runs
 
 
