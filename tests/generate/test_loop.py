@@ -18,6 +18,7 @@ from generate.ends import ending_with, without_end
 from firth.core.errors import UserError
 from firth.generate import GeneratedSequence, GenerationConfig, generate_ids, generate_sequences, stream_text
 from firth.generate.decode_state import CachedDecode, UncachedDecode, make_decode_state, pad_right
+from firth.generate.loop import iterate_decode_steps
 from firth.models import ForcedTokens, ModelConfig, load_model, make_model
 from firth.models.config import (
     ALiBi,
@@ -433,6 +434,21 @@ def test_a_row_does_not_know_the_others(family: str, decoding: GenerationConfig,
     assert [together[0], *together[2:]] == [
         ids for i, ids in enumerate(generate_ids(model, longer, 8, decoding)) if i != 1
     ]
+
+
+def test_a_prompt_with_its_own_seed_gives_the_samples_that_it_gives_alone(untrained: Any) -> None:
+    model = untrained("gpt2")
+    prompts, seeds = [[5, 6], [7, 8, 9], [5, 6]], [3, -4, 5]
+    for each in (1, 2):
+        config = GenerationConfig(temperature=1.0, max_new_tokens=6, num_return_sequences=each)
+        alone = [
+            sequence.tokens
+            for prompt, seed in zip(prompts, seeds, strict=True)
+            for sequence in generate_sequences(model, [prompt], replace(config, seed=seed))
+        ]
+        *_, decoded = iterate_decode_steps(model, prompts, config, seeds=seeds)
+        assert [sequence.tokens for sequence in decoded.to_sequences()] == alone
+        assert alone[0] != alone[-1], "one prompt, two seeds"
 
 
 def test_draws_depend_on_seed_row_and_place(untrained: Any) -> None:

@@ -108,15 +108,24 @@ def iterate_decode_steps(
     use_cache: bool = True,
     stop_fn: StopFn | None = None,
     logprobs: bool = False,
+    seeds: Sequence[int] | None = None,
 ) -> Iterator[DecodedBatch]:
-    """Yield the growing batch after each step; it is one object, updated in place."""
+    """Yield the growing batch after each step; it is one object, updated in place.
+
+    `seeds` gives each prompt its own seed. Its samples then do not depend on the batch around it.
+    """
     eos_ids, each = check_can_generate(model), generation_config.num_return_sequences
     with eval_mode(model):
         budget = make_length_budget(model, prompts, generation_config.max_new_tokens)
         state = make_decode_state(model, budget.prompts, budget.max_new_tokens, use_cache)
         logits_BV = state.prefill()
         processor = make_logits_processor(model, budget, generation_config, eos_ids, logits_BV)
-        device, sampler = logits_BV.device, TokenSampler(processor, range(len(prompts) * each))
+        device, rows = logits_BV.device, range(len(prompts) * each)
+        sampler = (
+            TokenSampler(processor, rows)
+            if seeds is None
+            else TokenSampler(processor, [row % each for row in rows], [seed for seed in seeds for _ in range(each)])
+        )
         decoded = DecodedBatch([n for n in budget.budgets for _ in range(each)], processor, device)
         row_B = torch.arange(len(prompts), device=device).repeat_interleave(each)
         if each > 1:
@@ -192,14 +201,13 @@ class DecodedBatch:
         ids = self.token_NL[row, : min(self.step, int(self.budget_N[row]), int(self.stopped_N[row]))].tolist()
         return list(takewhile(lambda token: token not in self.logits_processor.eos_ids, ids))
 
+    def to_sequence(self, row: int) -> GeneratedSequence:
+        ids, ended, stopped = self.token_ids(row), bool(self.ended_N[row]), bool(self.stopped_N[row] < NOT_STOPPED)
+        logprobs = self.logprob_NL[row, : len(ids) + (ended and not stopped)].tolist()
+        return GeneratedSequence(ids, ended or stopped, logprobs, sum(logprobs))
+
     def to_sequences(self) -> list[GeneratedSequence]:
-        sequences = []
-        stopped_N = (self.stopped_N < NOT_STOPPED).tolist()
-        for row, (ended, stopped) in enumerate(zip(self.ended_N.tolist(), stopped_N, strict=True)):
-            ids = self.token_ids(row)
-            logprobs = self.logprob_NL[row, : len(ids) + (ended and not stopped)].tolist()
-            sequences.append(GeneratedSequence(ids, ended or stopped, logprobs, sum(logprobs)))
-        return sequences
+        return [self.to_sequence(row) for row in range(len(self.done_N))]
 
 
 def make_logits_processor(

@@ -173,11 +173,18 @@ def sample_from_uniform(scores_BV: Tensor, u_B1: Tensor) -> Tensor:
 
 
 class TokenSampler:
-    """Choose the next token (B,) of each row: argmax at temperature 0, otherwise a sample."""
+    """Choose the next token (B,) of each row: argmax at temperature 0, otherwise a sample.
 
-    def __init__(self, logits_processor: LogitsProcessor, rows: Sequence[int]) -> None:
+    `seeds` (B,) replaces the seed of the generation config by one for each row.
+    """
+
+    def __init__(
+        self, logits_processor: LogitsProcessor, rows: Sequence[int], seeds: Sequence[int] | None = None
+    ) -> None:
         self.logits_processor, self.rows = logits_processor, np.array(rows)
         self.generation_config = logits_processor.generation_config
+        seeds = [self.generation_config.seed] * len(rows) if seeds is None else seeds
+        self.seed_B = np.array([seed % 2**64 for seed in seeds], dtype=np.uint64)
 
     def __call__(self, logits_BV: Tensor, step: int) -> Tensor:
         scores_BV = self.logits_processor.process(logits_BV, step)
@@ -189,10 +196,11 @@ class TokenSampler:
 
     def uniform(self, step: int) -> Tensor:
         """(B, 1) numbers in [0, 1): a function of seed, row and step."""
-        rng = CounterRNG(self.generation_config.seed, self.rows)
+        rng = CounterRNG(self.seed_B[:, None], self.rows)
         return torch.from_numpy(rng.uniform(f"token {step}", 1))
 
     def select_rows(self, row_B: Tensor) -> None:
         """Keep these rows, in this order."""
-        self.rows = self.rows[row_B.cpu().numpy()]
+        kept = row_B.cpu().numpy()
+        self.rows, self.seed_B = self.rows[kept], self.seed_B[kept]
         self.logits_processor.select_rows(row_B)

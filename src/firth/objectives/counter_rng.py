@@ -21,9 +21,10 @@ class CounterRNG:
     """Random numbers for B rows; `index` (B,) is the index of each row in the stream, `step` (B,) its training step.
 
     `progress` is the share of the run's steps before this one. It changes no random number: a rate may follow it.
+    `seed` may differ by row, (B, 1).
     """
 
-    seed: int
+    seed: int | np.ndarray
     index: np.ndarray
     step: np.ndarray | None = None
     progress: float = 0.0
