@@ -22,7 +22,7 @@ ROWS: dict[str, list[dict[str, object]]] = {
     "pair": [{"text_a": "a cat", "text_b": "a dog", "label": "no"}, {"text_a": "ox", "text_b": "ox", "label": "yes"}],
     "regress": [{"text_a": "a cat", "text_b": "a dog", "label": 1.5}, {"text_a": "ox", "text_b": "ox", "label": 5}],
     "tag": [{"tokens": ["Anna", "saw", "it"], "tags": ["B-PER", "O", "O"]}, {"tokens": ["No"], "tags": ["O"]}],
-    "choice": [{"context": "It rained.", "choices": ["We ran.", "It"], "label": 0}] * 2,
+    "choice": [{"context": "It rained.", "choices": ["We ran.", "It"], "gold": 0}] * 2,
     "span-qa": [{"question": "Who?", "context": "Anna saw it.", "answers": ["Anna"], "starts": [0]}] * 2,
     "text-to-text": [{"source": "a cat", "target": "ein Kater"}, {"source": "a dog", "target": "ein Hund"}],
     "word-in-context": [
@@ -69,11 +69,19 @@ class Fixtures:
             assert code == 0, arguments
         return folder
 
+    def write_documents(self, name: str, num_documents: int) -> Path:
+        rng, path = random.Random(0), self.folder / name
+        path.write_text("\n\n".join(document(rng) for _ in range(num_documents)) + "\n")
+        return path
+
     @cached_property
     def text(self) -> Path:
-        rng, path = random.Random(0), self.folder / "animals.txt"
-        path.write_text("\n\n".join(document(rng) for _ in range(NUM_DOCUMENTS)) + "\n")
-        return path
+        return self.write_documents("animals.txt", NUM_DOCUMENTS)
+
+    @cached_property
+    def long_text(self) -> Path:
+        """A text that takes long enough to be killed while it is prepared."""
+        return self.write_documents("long.txt", 2000)
 
     @cached_property
     def shards(self) -> Path:
@@ -113,7 +121,7 @@ class Fixtures:
         return self.tuned("lm", self.gpt2)
 
     def make_all(self) -> None:
-        for name in ("text", "shards", "bert", "gpt2", "classify", "chat"):
+        for name in ("text", "long_text", "shards", "bert", "gpt2", "classify", "chat"):
             getattr(self, name)
         for task in ROWS:
             self.rows(task)
@@ -127,7 +135,7 @@ class Fixtures:
 
         def make() -> None:
             self.make_all()
-            names.write_text(json.dumps(list(sys.modules)))
+            names.write_text(json.dumps([*sys.modules, "pyarrow.parquet"]))
 
         assert wait(fork(run_silently, make)) == 0
         for name in json.loads(names.read_text()):

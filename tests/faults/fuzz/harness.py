@@ -115,6 +115,18 @@ def snapshot(folder: Path, owned: Sequence[Path]) -> dict[str, str]:
     return found
 
 
+def stat_files(folder: Path) -> dict[str, tuple[int, int, int]]:
+    """Inode, size and time of each file of a folder, without caches: faster than `snapshot`."""
+    found = {}
+    for root, _, files in os.walk(folder):
+        for name in files:
+            path = os.path.join(root, name)
+            if name != VERIFIED_FILE and "rows-" not in path:
+                info = os.lstat(path)
+                found[path] = (info.st_ino, info.st_size, info.st_mtime_ns)
+    return found
+
+
 def memory_bytes(field: str) -> int:
     lines = Path("/proc/self/status").read_text().splitlines()
     return 1024 * int(next(line for line in lines if line.startswith(f"{field}:")).split()[1])
@@ -195,8 +207,11 @@ def run_case(case: Case, folder: Path, output_file: Path) -> tuple[str, str, str
     return ("broken" if fault else "refused" if code else "accepted"), fault, output
 
 
-def run_cases(make: MakeCase, seed: str, indices: Sequence[int], work: Path, pipe: int) -> None:
-    """Run cases in this process; write one JSON line to the pipe when a case begins and one when it has ended."""
+def run_cases(make: MakeCase, seed: str, indices: Sequence[int], work: Path, inputs: Path | None, pipe: int) -> None:
+    """Run cases in this process; write one JSON line to the pipe when a case begins and one when it has ended.
+
+    Commands may read the files of the folder `inputs`, and must not change them.
+    """
     import torch
 
     torch.set_num_threads(1)
@@ -210,7 +225,11 @@ def run_cases(make: MakeCase, seed: str, indices: Sequence[int], work: Path, pip
         remove(folder)
         folder.mkdir(parents=True)
         case = make(random.Random(f"{seed} {index}"), folder)
+        before = stat_files(inputs) if inputs else {}
         kind, reason, output = run_case(case, folder, work / "output")
+        after = stat_files(inputs) if inputs else {}
+        if changed := [name for name, info in before.items() if after.get(name) != info]:
+            kind, reason = "broken", f"loss: {', '.join(changed[:3])}"
         words = " ".join(map(os.fsdecode, case.arguments)).encode(errors="replace").decode()
         told = (words[:1000], output[-2000:]) if kind == "broken" else ()
         os.write(pipe, json.dumps([index, kind, reason, *told]).encode() + b"\n")
@@ -230,9 +249,10 @@ def remove(folder: Path) -> None:
 
 
 def temporary_folder() -> Path:
-    """In memory where there is such a file system: the commands sync every file that they write."""
+    """In memory where it has room: the commands sync every file that they write."""
     memory = Path("/dev/shm")
-    folder = Path(tempfile.mkdtemp(prefix="fuzz-", dir=memory if memory.is_dir() else None))
+    has_room = memory.is_dir() and shutil.disk_usage(memory).free > 4 * 10**9
+    folder = Path(tempfile.mkdtemp(prefix="fuzz-", dir=memory if has_room else None))
     folder.chmod(0o755)
     return folder
 
@@ -252,6 +272,13 @@ def fork(function: Callable[..., None], *arguments: Any) -> int:
         os.write(2, traceback.format_exc().encode(errors="replace"))
     finally:
         os._exit(code)
+
+
+def run_processes(function: Callable[..., None], arguments: Sequence[Sequence[Any]]) -> None:
+    """Call a function once for each list of arguments, each in a process of its own, all at once."""
+    failed = [status for status in map(wait, [fork(function, *given) for given in arguments]) if status]
+    if failed:
+        print(f"{len(failed)} of {len(arguments)} processes failed", file=sys.stderr)
 
 
 def wait(pid: int) -> int:
@@ -288,10 +315,10 @@ def exceeds_time(pid: int, cpu: float, wall: float) -> bool:
     return wall > MAX_SECONDS and all(is_asleep(pid) for _ in range(20) if not time.sleep(0.05))
 
 
-def run_batch(make: MakeCase, seed: str, indices: Sequence[int], work: Path) -> Iterator[Outcome]:
+def run_batch(make: MakeCase, seed: str, indices: Sequence[int], work: Path, inputs: Path | None) -> Iterator[Outcome]:
     """Yield the outcomes of cases that run in one child process, up to the first that ends or stops it."""
     reader, writer = os.pipe()
-    pid = fork(run_cases, make, seed, indices, work, writer)
+    pid = fork(run_cases, make, seed, indices, work, inputs, writer)
     os.close(writer)
     current, began, cpu, buffer, reason = -1, time.monotonic(), 0.0, b"", ""
     try:
@@ -320,15 +347,17 @@ def run_batch(make: MakeCase, seed: str, indices: Sequence[int], work: Path) -> 
         yield Outcome(current, "broken", reason or f"the process ended ({status})", "", output)
 
 
-def run_group(make: MakeCase, seed: str, num_cases: int, work: Path, first: int = 0) -> Iterator[Outcome]:
+def run_group(
+    make: MakeCase, seed: str, num_cases: int, work: Path, first: int = 0, inputs: Path | None = None
+) -> Iterator[Outcome]:
     """Yield the outcome of each case of a group."""
     left = list(range(first, first + num_cases))
     while left:
         batch, done = left[:CASES_PER_PROCESS], 0
-        for outcome in run_batch(make, seed, batch, work):
+        for outcome in run_batch(make, seed, batch, work, inputs):
             done += 1
             if outcome.kind == "broken" and len(batch) > 1:
-                outcome = next(run_batch(make, seed, [outcome.index], work), outcome)
+                outcome = next(run_batch(make, seed, [outcome.index], work, inputs), outcome)
             yield outcome
         assert done, "the child process ended before its first case"
         left = left[done:]
@@ -345,6 +374,16 @@ class Table:
         self.counts.setdefault(group, Counter())[outcome.kind] += 1
         if outcome.kind == "broken":
             self.broken.append((group, outcome))
+
+    def to_json(self) -> str:
+        return json.dumps([self.counts, self.broken])
+
+    def add_json(self, text: str) -> None:
+        """Add the counts and the broken cases of another table."""
+        counts, broken = json.loads(text)
+        for group, parts in counts.items():
+            self.counts.setdefault(group, Counter()).update(parts)
+        self.broken += [(group, Outcome(*outcome)) for group, outcome in broken]
 
     def __str__(self) -> str:
         rows = [(name, counts.total(), *(counts[kind] for kind in OUTCOMES)) for name, counts in self.counts.items()]

@@ -10,7 +10,7 @@ It is resumed and killed again until it ends by itself. *Lost* is a checkpoint, 
 before a kill and is damaged or gone after it, a changed input, or a last result that differs from that of an unbroken
 run.
 
-    OMP_NUM_THREADS=1 python tests/faults/fuzz/kills.py --kills 1000
+    OMP_NUM_THREADS=1 python tests/faults/fuzz/kills.py --kills 1000 --processes 16 --output-dir kills
 """
 
 from __future__ import annotations
@@ -40,6 +40,7 @@ from faults.fuzz.harness import (
     cpu_seconds,
     fork,
     run_command,
+    run_processes,
     run_silently,
     snapshot,
     temporary_folder,
@@ -87,7 +88,7 @@ def make_jobs(fixtures: Fixtures) -> list[Job]:
         Job("word2vec", ["pretrain", "word2vec", "--data", text, *vectors]),
         Job("finetune", ["finetune", fixtures.bert / "final", *files, *tuned]),
         Job("LoRA", ["finetune", fixtures.gpt2 / "final", *chat, *tuned]),
-        Job("prepare", ["prepare", text, "--tokenizer", fixtures.shards / "tokenizer", "--workers=1"]),
+        Job("prepare", ["prepare", fixtures.long_text, "--tokenizer", fixtures.shards / "tokenizer", "--workers=1"]),
     ]
 
 
@@ -303,7 +304,7 @@ class Kills:
         if different or changed:
             self.faults.append(f"{self.job.name}: different: {different[:5]}, inputs: {changed[:3]}")
 
-    def run(self, num_kills: int, seed: int = 0) -> None:
+    def run(self, num_kills: int, seed: str = "0") -> None:
         """Kill until the count has reached `num_kills`."""
         while (left := num_kills - self.killed) > 0:
             rng = random.Random(f"{seed} {self.job.name} {self.counts['compared']}")
@@ -313,49 +314,65 @@ class Kills:
     def killed(self) -> int:
         return self.counts["moment"] + self.counts["write"]
 
-    def __str__(self) -> str:
-        c = self.counts
-        cells = (self.job.name, c["moment"], c["write"], c["compared"], c["equal"], len(self.faults))
-        return f"| {' | '.join(map(str, cells))} |"
-
 
 HEAD = (
     "| command | kills at a random moment | kills inside of a write | runs compared | bit-equal | faults |\n"
     + "| --- " * 6
     + "|"
 )
+COLUMNS = ("moment", "write", "compared", "equal")
 
 
-def format_table(jobs: Sequence[Kills]) -> str:
-    return "\n".join([HEAD, *map(str, jobs), *(fault for kills in jobs for fault in kills.faults), ""])
+def format_table(results: Sequence[dict[str, Any]]) -> str:
+    """The sum of the results of several processes, and what went wrong."""
+    counts: dict[str, Counter[str]] = {}
+    for result in results:
+        counts.setdefault(result["job"], Counter()).update({**result["counts"], "faults": len(result["faults"])})
+    counts["together"] = sum(counts.values(), Counter())
+    rows = [f"| {name} | {' | '.join(f'{c[k]:,}' for k in (*COLUMNS, 'faults'))} |" for name, c in counts.items()]
+    return "\n".join([HEAD, *rows, *(fault for result in results for fault in result["faults"]), ""])
+
+
+def run_jobs(options: argparse.Namespace, fixtures: Fixtures, seed: str, work: Path, num_kills: int) -> None:
+    """Kill all jobs by turns, until the count is reached or the time is over; note the result after each turn."""
+    work.mkdir()
+    jobs = [Kills(job, work, fixtures) for job in make_jobs(fixtures) if job.name in (options.jobs or [job.name])]
+    goal = -(-num_kills // len(jobs))
+    for count in range(MAX_KILLS_PER_RUN, goal + MAX_KILLS_PER_RUN, MAX_KILLS_PER_RUN):
+        for kills in jobs:
+            if time.monotonic() < options.deadline:
+                kills.run(min(count, goal), seed)
+        results = [{"job": kills.job.name, "counts": kills.counts, "faults": kills.faults} for kills in jobs]
+        (work / "results.json").write_text(json.dumps(results))
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--kills", type=int, default=70, help="Kill this often, over all commands.")
+    parser.add_argument("--kills", type=int, default=70, help="Kill this often, over all commands and processes.")
     parser.add_argument("--jobs", nargs="+", help="Take these commands. Default: all.")
-    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--seed", default="0", help="Process I of several takes the seed SEED.I.")
     parser.add_argument("--minutes", type=float, default=1e9, help="Stop after this time.")
-    parser.add_argument("--table", type=Path, help="Write the table to this file after each round.")
+    parser.add_argument("--processes", type=int, default=1, help="Share the kills among this many processes.")
+    parser.add_argument("--output-dir", type=Path, help="Write the table to this folder.")
     options = parser.parse_args()
-    work, began = temporary_folder(), time.monotonic()
+    work, began, n = temporary_folder(), time.monotonic(), options.processes
+    options.deadline = began + 60 * options.minutes
     build_commands_once()
     use_small_chunks()
     try:
         fixtures = Fixtures(work / "fixtures")
         fixtures.build()
-        jobs = [Kills(job, work, fixtures) for job in make_jobs(fixtures) if job.name in (options.jobs or [job.name])]
-        goal = -(-options.kills // len(jobs))
-        for count in range(MAX_KILLS_PER_RUN, goal + MAX_KILLS_PER_RUN, MAX_KILLS_PER_RUN):
-            for kills in jobs:  # by turns, until the time is over
-                if time.monotonic() - began < 60 * options.minutes:
-                    kills.run(min(count, goal), options.seed)
-            if options.table:
-                options.table.write_text(format_table(jobs))
+        seeds = [options.seed] if n == 1 else [f"{options.seed}.{i}" for i in range(n)]
+        run_processes(run_jobs, [(options, fixtures, seed, work / seed, -(-options.kills // n)) for seed in seeds])
+        results = [r for path in sorted(work.glob("*/results.json")) for r in json.loads(path.read_text())]
     finally:
         shutil.rmtree(work, ignore_errors=True)
-    print(format_table(jobs))
-    sys.exit(any(kills.faults for kills in jobs))
+    words = f"{format_table(results)}\n{time.monotonic() - began:.0f} s, {n} processes"
+    print(words)
+    if options.output_dir:
+        options.output_dir.mkdir(parents=True, exist_ok=True)
+        (options.output_dir / "kills.md").write_text(f"{words}\n")
+    sys.exit(any(result["faults"] for result in results))
 
 
 if __name__ == "__main__":

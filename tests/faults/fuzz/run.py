@@ -1,7 +1,10 @@
 """Attack the commands with damaged inputs, and print a table of what happened.
 
-OMP_NUM_THREADS=1 python tests/faults/fuzz/run.py --cases 60000 --seed 1
-OMP_NUM_THREADS=1 python tests/faults/fuzz/run.py --groups shards --cases 1000 --broken broken.jsonl
+OMP_NUM_THREADS=1 python tests/faults/fuzz/run.py --cases 60000 --seed 1 --processes 16 --output-dir attack
+OMP_NUM_THREADS=1 python tests/faults/fuzz/run.py --groups shards --cases 1000
+
+The output folder gets table.md, broken.jsonl (group, seed, index, reason, command line and output of each broken input)
+and inputs/, their files. `--groups GROUP --seed SEED --first INDEX --cases 1` runs one of them again.
 """
 
 from __future__ import annotations
@@ -9,6 +12,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import random
 import shutil
 import sys
 import time
@@ -22,55 +26,92 @@ from faults.fuzz.groups import GROUPS  # noqa: E402
 from faults.fuzz.harness import (  # noqa: E402
     CASES_PER_PROCESS,
     MakeCase,
+    Outcome,
     Table,
     build_commands_once,
+    fork,
     run_group,
+    run_processes,
     temporary_folder,
+    wait,
 )
 
 # A share of the cases by the time that a case takes.
 WEIGHTS = {"run folders": 0.25, "shards": 0.5, "fine-tuned checkpoints": 0.5}
 
 
-def attack(
-    name: str, make: MakeCase, options: argparse.Namespace, start: int, num_cases: int, work: Path, table: Table
-) -> None:
-    for outcome in run_group(make, f"{options.seed} {name}", num_cases, work / "cases", options.first + start):
-        table.add(name, outcome)
-        if outcome.kind == "broken" and options.broken:
-            with open(options.broken, "a") as f:
-                f.write(json.dumps([name, *outcome]) + "\n")
+class Attack:
+    """Inputs of all groups by turns, from one seed."""
+
+    def __init__(self, options: argparse.Namespace, fixtures: Fixtures, seed: str, work: Path, began: float) -> None:
+        self.options, self.fixtures, self.seed, self.work, self.began = options, fixtures, seed, work, began
+        self.output_dir: Path | None = options.output_dir
+        self.table = Table()
+
+    def run(self, num_cases: int) -> None:
+        """Run until every group has its share of the cases, or until the time is over; write the table at the end."""
+        options = self.options
+        total = sum(WEIGHTS.get(name, 1.0) for name in options.groups)
+        goals = {name: round(num_cases * WEIGHTS.get(name, 1.0) / total) for name in options.groups}
+        makers = {name: GROUPS[name](self.fixtures) for name in options.groups}
+        order = list(goals)
+        random.Random(self.seed).shuffle(order)  # when the time is over, processes have not all skipped the same group
+        for start in range(0, max(goals.values()), CASES_PER_PROCESS):
+            for name in order:
+                if time.monotonic() - self.began > 60 * options.minutes:
+                    break
+                self.run_group(name, makers[name], start, min(CASES_PER_PROCESS, goals[name] - start))
+            if self.output_dir and options.processes == 1:
+                (self.output_dir / "table.md").write_text(f"{self.table}\n")
+        (self.work / f"table-{self.seed}.json").write_text(self.table.to_json())
+
+    def run_group(self, name: str, make: MakeCase, start: int, num_cases: int) -> None:
+        folder, seed = self.work / f"cases-{self.seed}", f"{self.seed} {name}"
+        for outcome in run_group(make, seed, num_cases, folder, self.options.first + start, self.fixtures.folder):
+            self.table.add(name, outcome)
+            if outcome.kind == "broken" and self.output_dir:
+                self.keep(name, make, outcome)
+
+    def keep(self, name: str, make: MakeCase, outcome: Outcome) -> None:
+        """Write what is known about a broken input, and the input itself."""
+        assert self.output_dir
+        with open(self.output_dir / "broken.jsonl", "a") as f:
+            f.write(json.dumps([name, self.seed, *outcome]) + "\n")
+        folder = self.output_dir / "inputs" / f"{name.replace(' ', '-')}-{self.seed}-{outcome.index}"
+        folder.mkdir(parents=True, exist_ok=True)
+        wait(fork(make, random.Random(f"{self.seed} {name} {outcome.index}"), folder))
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--cases", type=int, default=1700, help="Try this many inputs, over all groups.")
+    parser.add_argument("--cases", type=int, default=1700, help="Try this many inputs, over all groups and processes.")
     parser.add_argument("--groups", nargs="+", default=list(GROUPS), choices=list(GROUPS), metavar="NAME")
-    parser.add_argument("--seed", default="0")
+    parser.add_argument("--seed", default="0", help="Process I of several takes the seed SEED.I.")
     parser.add_argument("--first", type=int, default=0, help="Begin with this index in each group.")
     parser.add_argument("--minutes", type=float, default=1e9, help="Stop after this time.")
-    parser.add_argument("--broken", type=Path, help="Append broken inputs to this file.")
-    parser.add_argument("--table", type=Path, help="Write the table to this file after each round.")
+    parser.add_argument("--processes", type=int, default=1, help="Share the inputs among this many processes.")
+    parser.add_argument("--output-dir", type=Path, help="Write the table and the broken inputs to this folder.")
     options = parser.parse_args()
     work, table, began = temporary_folder(), Table(), time.monotonic()
-    total = sum(WEIGHTS.get(name, 1.0) for name in options.groups)
+    if options.output_dir:
+        options.output_dir = options.output_dir.absolute()
+        options.output_dir.mkdir(parents=True, exist_ok=True)
     try:
         fixtures = Fixtures(work / "fixtures")
         fixtures.build()
         build_commands_once()
-        goals = {name: round(options.cases * WEIGHTS.get(name, 1.0) / total) for name in options.groups}
-        makers = {name: GROUPS[name](fixtures) for name in options.groups}
-        for start in range(0, max(goals.values()), CASES_PER_PROCESS):  # all groups by turns, until the time is over
-            for name, goal in goals.items():
-                if time.monotonic() - began > 60 * options.minutes:
-                    break
-                num_cases = min(CASES_PER_PROCESS, goal - start)
-                attack(name, makers[name], options, start, num_cases, work, table)
-            if options.table:
-                options.table.write_text(f"{table}\n")
+        n = options.processes
+        seeds = [options.seed] if n == 1 else [f"{options.seed}.{i}" for i in range(n)]
+        attacks = [Attack(options, fixtures, seed, work, began) for seed in seeds]
+        run_processes(Attack.run, [(attack, -(-options.cases // n)) for attack in attacks])
+        for path in sorted(work.glob("table-*.json")):
+            table.add_json(path.read_text())
     finally:
         shutil.rmtree(work, ignore_errors=True)
-    print(table)
+    words = f"{table}\n\n{time.monotonic() - began:.0f} s, {options.processes} processes"
+    print(words)
+    if options.output_dir:
+        (options.output_dir / "table.md").write_text(f"{words}\n")
     for name, outcome in table.broken[:200]:
         print(f"\n{name} {outcome.index}: {outcome.reason}\n  firth {outcome.arguments[:300]}")
     sys.exit(bool(table.broken))

@@ -43,7 +43,9 @@ def fixtures(work: Path) -> Fixtures:
 
 def attack(group: str, fixtures: Fixtures, work: Path, seed: str, num_cases: int) -> Table:
     table = Table()
-    for outcome in run_group(GROUPS[group](fixtures), f"{seed} {group}", num_cases, work / "cases"):
+    for outcome in run_group(
+        GROUPS[group](fixtures), f"{seed} {group}", num_cases, work / "cases", inputs=fixtures.folder
+    ):
         table.add(group, outcome)
     return table
 
@@ -74,7 +76,7 @@ def test_many_kills(name: str, fixtures: Fixtures, work: Path) -> None:
     job = next(job for job in make_jobs(fixtures) if job.name == name)
     kills = Kills(job, work, fixtures)
     kills.run(SLOW_KILLS)
-    print(kills)
+    print(kills.counts)
     assert not kills.faults, kills.faults[0]
 
 
