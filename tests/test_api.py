@@ -375,7 +375,7 @@ def test_no_evaluation_replaces_another(home: Path, tmp_path: Path, capsys: pyte
     assert [scores(), scores()] == [name, name], "the same again"
     assert "stays" not in capsys.readouterr().err
     first = (tmp_path / "run" / name / "results.json").read_text()
-    assert scores(method="within-word-l2r") == f"{name}-2"
+    assert scores(method="pseudo") == f"{name}-2"
     assert f"{name} has other results: these are in" in capsys.readouterr().err
     data.write_text('{"good": "the dog sat", "bad": "dog the sat"}\n')
     assert [scores(), scores()] == [f"{name}-3"] * 2

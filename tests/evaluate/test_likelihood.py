@@ -98,7 +98,8 @@ def test_within_a_word_the_later_tokens_are_hidden_too(untrained: Any, saved: An
         wanted += logp(reference, i, ids[i], input_ids=read)
     (found,) = text_likelihoods(model, [text], method="within-word-l2r")
     assert found.logp == pytest.approx(wanted, abs=1e-4)
-    assert found.logp != text_likelihoods(model, [text])[0].logp
+    assert found.logp == text_likelihoods(model, [text])[0].logp, "the default"
+    assert found.logp != text_likelihoods(model, [text], method="pseudo")[0].logp
 
 
 def words_of(tokenizer: Any, text: str) -> list[list[int]]:

@@ -697,7 +697,7 @@ class EvaluateOptions(OutputOptions):
     resume: bool = option(False, "With --suite: resume; finished tasks are kept.")
     method: str | None = option(
         None,
-        "Compute likelihoods by left-to-right (decoder); pseudo or within-word-l2r (encoder); span or continuation "
+        "Compute likelihoods by left-to-right (decoder); within-word-l2r or pseudo (encoder); span or continuation "
         "(encoder-decoder). Default: the first of these.",
         "NAME",
     )

@@ -6,8 +6,9 @@ compares models with different tokenizers.
 
 An encoder sees both sides and has no such factorization. Its pseudo-log-likelihood masks one token at a time and adds
 up log p(x_t | all others) (Salazar et al. 2020, "Masked Language Model Scoring", section 2): one row per token, so T
-times the cost. Tokens of a long word reveal each other; "within-word-l2r" therefore also masks the rest of the word
-(Kauf & Ivanova 2023, section 3). The terms do not add up to a probability, so there are no bits per byte.
+times the cost ("pseudo"). Tokens of a long word reveal each other, so a rare word gets too high a score;
+"within-word-l2r", the default, therefore also masks the rest of the word (Kauf & Ivanova 2023, section 3). The terms do
+not add up to a probability, so there are no bits per byte.
 
 A prefix LM reads the tokens before the scored ones as it read its prefix in training: they attend to all of themselves.
 
@@ -91,7 +92,7 @@ def make_scorer(
 ) -> Scorer:
     """Return the scorer of a model.
 
-    Methods: "left-to-right" for a decoder, and for ELMo's forward direction; "pseudo" or "within-word-l2r" for an
+    Methods: "left-to-right" for a decoder, and for ELMo's forward direction; "within-word-l2r" or "pseudo" for an
     encoder; "span" or "continuation" for an encoder-decoder; "span" for a decoder that was trained to denoise. "auto"
     takes the first of these. Texts longer than `max_seq_length` are read in windows that are `stride` tokens apart; 0
     means the model's maximum, and half of it.
@@ -472,7 +473,7 @@ class ContinuationScorer(Scorer):
 SCORERS_BY_ARCHITECTURE: dict[str, dict[str, type[Scorer]]] = {
     "decoder": {"left-to-right": CausalScorer},
     "denoising decoder": {"span": DecoderSpanScorer},
-    "encoder": {"pseudo": MaskedScorer, "within-word-l2r": MaskedScorer},
+    "encoder": {"within-word-l2r": MaskedScorer, "pseudo": MaskedScorer},
     "encoder-decoder": {"span": SpanScorer, "continuation": ContinuationScorer},
 }
 
