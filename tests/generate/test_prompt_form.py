@@ -45,6 +45,7 @@ FORMS = {
     "lm-denoising": "denoising",
     "prefix-lm-denoising": "prefix-denoising",
     "unilm": "masked",
+    "masked-next-token": "next-token",
     "mlm": "causal",
     "span-corruption": "causal",
 }

@@ -10,6 +10,9 @@ times the cost ("pseudo"). Tokens of a long word reveal each other, so a rare wo
 "within-word-l2r", the default, therefore also masks the rest of the word (Kauf & Ivanova 2023, section 3). The terms do
 not add up to a probability, so there are no bits per byte.
 
+Masked next-token prediction trains a model for both (`objectives/masked_next_token.py`): it has both methods, and a
+masked token is scored at the position before it.
+
 A prefix LM reads the tokens before the scored ones as it read its prefix in training: they attend to all of themselves.
 
 An encoder-decoder either restores each masked word ("span", a pseudo-likelihood again), or reads the first half of a
@@ -93,9 +96,9 @@ def make_scorer(
     """Return the scorer of a model.
 
     Methods: "left-to-right" for a decoder, and for ELMo's forward direction; "within-word-l2r" or "pseudo" for an
-    encoder; "span" or "continuation" for an encoder-decoder; "span" for a decoder that was trained to denoise. "auto"
-    takes the first of these. Texts longer than `max_seq_length` are read in windows that are `stride` tokens apart; 0
-    means the model's maximum, and half of it.
+    encoder; all three for masked next-token prediction; "span" or "continuation" for an encoder-decoder; "span" for a
+    decoder that was trained to denoise. "auto" takes the first of these. Texts longer than `max_seq_length` are read in
+    windows that are `stride` tokens apart; 0 means the model's maximum, and half of it.
     """
     model = open_model(checkpoint)
     name, kind = choose_scoring_method(model.config, method)
@@ -106,11 +109,14 @@ def choose_scoring_method(config: ModelConfig, method: str = "auto") -> tuple[st
     """Return the name and the scorer of a method; refuse a model without an LM head or without the method."""
     check_has_lm_head(config)
     kind = "decoder" if isinstance(config.recurrent, ELMoConfig) else config.architecture
-    methods = SCORERS_BY_ARCHITECTURE["denoising decoder" if config.has_sentinel_prompt else kind]
+    trained = "denoising " if config.has_sentinel_prompt else "next-token " if config.predicts_next_token else ""
+    methods = SCORERS_BY_ARCHITECTURE[trained + kind]
     if method != "auto" and method not in methods:
         others = [name for scorers in SCORERS_BY_ARCHITECTURE.values() for name in scorers]
-        trained = " (trained to denoise)" if config.has_sentinel_prompt else ""
-        known = f"This checkpoint has the architecture {kind}{trained}, which has: {', '.join(methods)}."
+        note = {"denoising ": " (trained to denoise)", "next-token ": " (masked next-token prediction)"}.get(
+            trained, ""
+        )
+        known = f"This checkpoint has the architecture {kind}{note}, which has: {', '.join(methods)}."
         raise UserError(f"method {quote(method)}: " + (known if method in others else did_you_mean(method, methods)))
     name = next(iter(methods)) if method == "auto" else method
     return name, methods[name]
@@ -302,7 +308,12 @@ class CausalScorer(Scorer):
         return self.with_visibility(LogprobQuery(input_ids, list(range(first, len(input_ids))), labels))
 
     def with_visibility(self, query: LogprobQuery) -> LogprobQuery:
-        """Let a prefix LM's context, all tokens before the first label, attend to all of itself."""
+        """Let a prefix LM's context, all tokens before the first label, attend to all of itself.
+
+        An encoder that was trained on causal rows too gets causal attention.
+        """
+        if self.model.config.is_causal_encoder:
+            return query._replace(attention_rank=list(range(len(query.input_ids))))
         if not self.model.config.has_bidirectional_prompt:
             return query
         rank_T = attention_rank(np.arange(len(query.input_ids)), query.target_positions[0] + 1)
@@ -347,7 +358,9 @@ class MaskedScorer(Scorer):
     def masked_query(self, ids: list[int], first: int, last: int, num_targets: int) -> LogprobQuery:
         """Mask the tokens [first, last), and score `num_targets` from `first` on."""
         num_prefix = len(self.template.prefix_ids)
-        positions, labels = [num_prefix + first + k for k in range(num_targets)], ids[first : first + num_targets]
+        before = int(self.model.config.predicts_next_token)
+        positions = [num_prefix + first + k - before for k in range(num_targets)]
+        labels = ids[first : first + num_targets]
         if not self.has_query_stream:
             assert self.vocab.mask is not None
             ids = [*ids[:first], *[self.vocab.mask] * (last - first), *ids[last:]]
@@ -355,6 +368,8 @@ class MaskedScorer(Scorer):
         query = LogprobQuery(input_ids, positions, labels)
         if self.template.last_token_type is not None:  # XLNet always reads segments
             query = query._replace(token_type_ids=token_types)
+        if self.model.config.predicts_next_token and self.model.config.architecture == "decoder":
+            query = query._replace(attention_rank=[0] * len(input_ids))  # attention to all tokens
         if not self.has_query_stream:
             return query
         # Rank 0 is context, 1 a target and 2 masked only: a token attends to ranks up to its own, strictly in XLNet's
@@ -473,7 +488,9 @@ class ContinuationScorer(Scorer):
 SCORERS_BY_ARCHITECTURE: dict[str, dict[str, type[Scorer]]] = {
     "decoder": {"left-to-right": CausalScorer},
     "denoising decoder": {"span": DecoderSpanScorer},
+    "next-token decoder": {"left-to-right": CausalScorer, "within-word-l2r": MaskedScorer, "pseudo": MaskedScorer},
     "encoder": {"within-word-l2r": MaskedScorer, "pseudo": MaskedScorer},
+    "next-token encoder": {"within-word-l2r": MaskedScorer, "pseudo": MaskedScorer, "left-to-right": CausalScorer},
     "encoder-decoder": {"span": SpanScorer, "continuation": ContinuationScorer},
 }
 

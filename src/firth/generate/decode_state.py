@@ -23,7 +23,8 @@ it.
 A prefix LM's prompt attends to all of itself (`models/prompt_form.py`); its keys and values do not depend on later
 tokens either, so that it is cached in the same way. UniLM predicts each token at a [MASK] (Dong et al. 2019, section
 2.3). A decode step is then two: the last token enters the cache; a [MASK] after it gives the logits, and its keys and
-values are overwritten by the token that is chosen.
+values are overwritten by the token that is chosen. An encoder that was also trained on causal rows (masked next-token
+prediction) reads and writes with causal attention, as a decoder does.
 
 B rows, T positions, D model width, V vocabulary.
 """
@@ -140,7 +141,7 @@ def decoder_next_logits_fn(model: Model, prompts: Sequence[TokenIds]) -> NextLog
         input_ids, document_ids = pad_right(sequences, pad)
         last = np.array([[len(ids) - 1] for ids in sequences])
         batch = Batch(input_ids, document_ids=document_ids, target_positions=last)
-        if model.config.has_bidirectional_prompt:
+        if model.config.has_bidirectional_prompt or model.config.is_causal_encoder:
             rank_BT = prompt_attention_rank(model, [prompts[i] for i in prompt_index], input_ids.shape[1])
             token_types_BT = (rank_BT > 0).astype(np.int64) if mask_ids else None  # UniLM's two segments
             batch = batch._replace(attention_rank=rank_BT, token_type_ids=token_types_BT)
@@ -152,8 +153,11 @@ def decoder_next_logits_fn(model: Model, prompts: Sequence[TokenIds]) -> NextLog
 def prompt_attention_rank(model: Model, prompts: Sequence[TokenIds], width: int) -> np.ndarray:
     """Return (B, T): 0 in a prompt, which attends to all of itself, then 1, 2, ... (prefix LM).
 
-    The sentinel at the end of a denoiser's prompt begins the answer.
+    The sentinel at the end of a denoiser's prompt begins the answer. An encoder that was trained on causal rows too
+    (masked next-token prediction) reads the prompt causally.
     """
+    if model.config.is_causal_encoder:
+        return np.tile(np.arange(width), (len(prompts), 1))
     sentinels = require_tokenizer(model).vocab.sentinel_ids if model.config.has_sentinel_prompt else ()
     lengths = [len(ids) - (ids[-1] in sentinels) for ids in prompts]
     return attention_rank(np.arange(width), np.array(lengths)[:, None])
@@ -282,7 +286,9 @@ class CachedDecode:
             source, encoded = encode_prompt_batch(self.model, self.prompts)
             encoded_document_ids = source.document_ids if len(set(map(len, self.prompts))) > 1 else None
         warn_context_length(self.model, max(lengths))
-        if self.model.config.has_bidirectional_prompt and not isinstance(self.model, EncoderDecoder):
+        config = self.model.config
+        needs_rank = config.has_bidirectional_prompt or config.is_causal_encoder
+        if needs_rank and not isinstance(self.model, EncoderDecoder):
             rank_BT = prompt_attention_rank(self.model, self.prompts, input_ids.shape[1])
             masks = {"document_ids": document_ids, "attention_rank": rank_BT}
         else:  # causal: no token attends to the padding after it
@@ -369,7 +375,8 @@ def check_can_generate(model: Model) -> tuple[int, ...]:
     check_has_lm_head(model.config)
     if isinstance(model.config.recurrent, ELMoConfig):
         raise UserError("ELMo is bidirectional and cannot generate text. Use a decoder such as gpt2.")
-    if model.config.architecture == "encoder" and not model.config.predicts_at_mask:
+    can_write = model.config.predicts_at_mask or model.config.is_causal_encoder
+    if model.config.architecture == "encoder" and not can_write:
         raise UserError("An encoder cannot generate text. It can fill blanks: firth fill CHECKPOINT 'The ___ is red.'")
     return get_eos_token_ids(model, require_tokenizer(model).vocab)
 

@@ -55,7 +55,8 @@ def fill(model: Model, text: str, top: int = 5) -> list[Blank]:
         raise UserError("The text has no blank. Write one as ___ or [MASK]: 'The ___ is red.'")
     if top < 1:
         raise UserError(f"top is {top}; it must be at least 1.")
-    if model.config.architecture == "decoder" and not model.config.has_sentinel_prompt:
+    fills = model.config.has_sentinel_prompt or model.config.predicts_next_token
+    if model.config.architecture == "decoder" and not fills:
         raise UserError("A decoder cannot fill blanks. It can continue a text: firth generate CHECKPOINT 'The'")
     if isinstance(model.config.recurrent, ELMoConfig):
         raise UserError("ELMo has no mask token and cannot fill blanks. Use an encoder such as bert.")
@@ -69,9 +70,13 @@ def fill(model: Model, text: str, top: int = 5) -> list[Blank]:
 
 
 def fill_masked_words(model: Model, parts: list[str], top: int) -> list[Blank]:
-    """Predict the masked words between the parts in one forward pass."""
-    tokenizer, vocab = require_tokenizer(model), require_tokenizer(model).vocab
-    if vocab.mask is None or vocab.cls is None or vocab.sep is None:
+    """Predict the masked words between the parts in one forward pass.
+
+    Masked next-token prediction has the logits of a masked word at the position before it.
+    """
+    tokenizer, vocab, config = require_tokenizer(model), require_tokenizer(model).vocab, model.config
+    is_decoder = config.architecture == "decoder"
+    if vocab.mask is None or ((vocab.cls is None or vocab.sep is None) and not is_decoder):
         raise UserError("The tokenizer lacks a mask, [CLS] or [SEP] token, which filling blanks needs.")
     template = make_sequence_template(model.config, vocab)
     ids, token_types = template.apply(
@@ -82,7 +87,8 @@ def fill_masked_words(model: Model, parts: list[str], top: int) -> list[Blank]:
     batch = Batch(
         tokens,
         token_type_ids=None if template.last_token_type is None else types,  # XLNet always reads segments
-        target_positions=(tokens == vocab.mask).nonzero()[None, :, 1],
+        attention_rank=torch.zeros_like(tokens) if is_decoder else None,  # attention to all tokens
+        target_positions=(tokens == vocab.mask).nonzero()[None, :, 1] - int(config.predicts_next_token),
     )
     p_KV = drop_padded_vocab(model, model.logits(batch)[0]).softmax(-1)
     p_KV[:, list(vocab.special_ids)] = 0  # a candidate is a word, not a special token

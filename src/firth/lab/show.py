@@ -203,6 +203,7 @@ def measure_rates(rows: Rows, batch: Batch, trace: BatchTrace, vocab: Vocabulary
     - infilled, masked, deleted, permuted, rotated: BART's noise (see `bart_rates`)
     - tokens_used, decoder_used: share of positions that are not padding
     - pairs: share of pairs with label 1
+    - masked_rows: share of the rows of masked next-token prediction that are masked
     """
     directions = batch.labels.shape[1] if batch.labels.ndim == 3 else 1
     num_targets = is_text_token(batch.labels, vocab).sum() / directions
@@ -215,6 +216,9 @@ def measure_rates(rows: Rows, batch: Batch, trace: BatchTrace, vocab: Vocabulary
         rates["decoder_used"] = (batch.labels != IGNORE_INDEX).mean()
     if batch.pair_labels is not None:
         rates["pairs"] = batch.pair_labels.mean()
+    has_row_kinds = batch.attention_rank is not None and batch.target_positions is None and batch.labels.ndim == 2
+    if has_row_kinds and (masked_rows := (batch.attention_rank == 0).all(1).mean()):
+        rates["masked_rows"] = masked_rows
     return {name: float(value) for name, value in rates.items()}
 
 

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple, TypeVar
 import numpy as np
 
 from firth.core.console import escape_character
-from firth.objectives import IGNORE_INDEX, BARTDenoising, Batch, CounterRNG, Mixture, Objective
+from firth.objectives import IGNORE_INDEX, BARTDenoising, Batch, CounterRNG, MaskedNextToken, Mixture, Objective
 from firth.objectives.base import index_rows, index_vocabulary, trace_sources
 from firth.objectives.corruption import NoisyText
 from firth.objectives.seq2seq import BARTStages
@@ -193,6 +193,7 @@ def build_row_view(
             format_tokens,
             bool(predicts_in_place(trace.batch)[b]),
             has_query_stream,
+            is_masked_next_token_row(batch_row, objective),
         ),
         attention_masks=build_attention_masks(batch_row, is_causal, has_query_stream),
     )
@@ -206,21 +207,29 @@ def build_sequences(
     format_tokens: TokenFormatter,
     in_place: bool,
     has_query_stream: bool,
+    is_masked_next_token: bool = False,
 ) -> list[SequenceView]:
     """Return the input of a row and, for an encoder-decoder, the decoder's labels.
 
     `in_place`: targets are predicted at their own positions, as in MLM. `has_query_stream`: by XLNet's second stream.
+    `is_masked_next_token`: masked tokens are predicted at the positions before them.
     """
     doc = np.zeros(len(batch_row.input_ids), int) if batch_row.document_ids is None else batch_row.document_ids
     marks = default_marks(batch_row.input_ids, vocab)
     if batch_row.decoder_input_ids is not None:
         return build_encoder_decoder_sequences(source_row, batch_row, trace, doc, marks, vocab, format_tokens)
-    if in_place:
-        marks |= mark_mlm_noise(source_row, batch_row, trace.batch, vocab, has_query_stream)
+    if in_place or is_masked_next_token:
+        targets = [i + is_masked_next_token for i in labels_by_position(batch_row)]
+        marks |= mark_mlm_noise(source_row, batch_row, trace.batch, vocab, has_query_stream, targets)
     else:
         marks |= mark_next_token_targets(batch_row, doc)
         marks |= mark_sentinels(batch_row, vocab, marks)
     return [build_sequence("input", batch_row.input_ids, doc, marks, format_tokens, batch_row.token_type_ids)]
+
+
+def is_masked_next_token_row(batch_row: Batch, objective: Any) -> bool:
+    """Whether a row of masked next-token prediction is a masked one."""
+    return isinstance(objective, MaskedNextToken) and not batch_row.attention_rank.any()
 
 
 def build_encoder_decoder_sequences(
@@ -307,10 +316,14 @@ def mark_next_token_targets(batch_row: Batch, document_ids: np.ndarray) -> dict[
 
 
 def mark_mlm_noise(
-    source_row: Rows, batch_row: Batch, trace_row: Batch, vocab: Vocabulary, has_query_stream: bool
+    source_row: Rows,
+    batch_row: Batch,
+    trace_row: Batch,
+    vocab: Vocabulary,
+    has_query_stream: bool,
+    targets: Sequence[int],
 ) -> dict[int, TokenMark]:
     """Mark targets as masked, random or kept; those of a query stream by the order of prediction."""
-    targets = list(labels_by_position(batch_row))
     marks = {}
     for i in targets:
         if trace_row.input_ids[i] < 0:
@@ -375,6 +388,13 @@ def describe_row(batch_row: Batch, objective: Any, format_tokens: TokenFormatter
         notes.append(f"The decoder reads its labels shifted right, after {start}.")
     elif batch_row.labels is not None and batch_row.labels.ndim == 2:
         notes.append("Every token is predicted twice: from all tokens before it, and from all tokens after it.")
+    elif isinstance(objective, MaskedNextToken):
+        is_masked = is_masked_next_token_row(batch_row, objective)
+        notes.append(
+            "A masked row: each target is predicted at the position before it, and every token attends to all."
+            if is_masked
+            else "A causal row: each token is predicted from the tokens before it."
+        )
     elif batch_row.target_positions is None:
         notes.append(
             "Each token is predicted from the tokens before it."

@@ -500,7 +500,7 @@ MAX_LAYERS = 2_000  # of a stack; the deepest published Transformer has 1,000 (D
 BAG_OF_WORDS_FAMILY = "bag"  # the family without layers: a text is the mean of its token embeddings
 
 
-PromptForm = Literal["causal", "prefix", "denoising", "prefix-denoising", "masked"]
+PromptForm = Literal["causal", "prefix", "denoising", "prefix-denoising", "masked", "next-token"]
 
 
 @dataclass(frozen=True)
@@ -565,6 +565,16 @@ class ModelConfig:
     def predicts_at_mask(self) -> bool:
         """Whether each new token is predicted at a [MASK] after the text so far (UniLM)."""
         return self.prompt_form == "masked" and self.architecture == "encoder" and self.recurrent is None
+
+    @property
+    def predicts_next_token(self) -> bool:
+        """Whether a masked token, too, is predicted at the position before it (masked next-token prediction)."""
+        return self.prompt_form == "next-token" and self.recurrent is None
+
+    @property
+    def is_causal_encoder(self) -> bool:
+        """Whether an encoder reads a prompt, and writes after it, with causal attention."""
+        return self.predicts_next_token and self.architecture == "encoder"
 
     @property
     def block_dim(self) -> int:

@@ -9,6 +9,8 @@ inputs and their attention masks:
     denoising          prompt <extra_id_0> </s> <extra_id_0>, then the answer       DecoderDenoising (T5, section 3.2.4)
     prefix-denoising   the same; the prompt attends to all of itself                DecoderDenoising, prefix=true
     masked             as prefix; each new token is predicted at a [MASK]           MLM, visibility="prefix" (UniLM)
+    next-token         as causal, in an encoder too; a [MASK] is predicted at the   MaskedNextToken (GPT-BERT)
+                       position before it, with attention to all tokens
 
 A denoising decoder thus fills a blank at the end of the prompt. UniLM (Dong et al. 2019, section 2.3) is an encoder:
 its sequence-to-sequence part reads [CLS] prompt with token type 0, and the rest, causal, with token type 1.
@@ -23,7 +25,14 @@ from firth.core.serialization import TYPE_KEY
 from firth.models.config import PromptForm
 
 # In a mixture the first of these that one part was trained on: whatever continues a text before what fills blanks.
-PROMPT_FORM_ORDER: tuple[PromptForm, ...] = ("prefix", "causal", "prefix-denoising", "denoising", "masked")
+PROMPT_FORM_ORDER: tuple[PromptForm, ...] = (
+    "prefix",
+    "next-token",
+    "causal",
+    "prefix-denoising",
+    "denoising",
+    "masked",
+)
 
 
 def prompt_form_of_objective(objective: Any) -> PromptForm:
@@ -49,4 +58,5 @@ def single_prompt_form(objective: Mapping[str, Any]) -> PromptForm | None:
         return "prefix-denoising" if objective.get("prefix") else "denoising"
     if kind == "MLM":
         return "masked" if objective.get("visibility") == "prefix" else None
-    return {"PrefixLM": "prefix", "CLM": "causal"}.get(str(kind))  # type: ignore[return-value]
+    forms: dict[str, PromptForm] = {"PrefixLM": "prefix", "CLM": "causal", "MaskedNextToken": "next-token"}
+    return forms.get(str(kind))

@@ -4,6 +4,7 @@ from firth.objectives.batch import IGNORE_INDEX, Batch
 from firth.objectives.causal import CLM, BiLM, PermutationLM, PrefixLM, SequenceAutoencoder
 from firth.objectives.counter_rng import CounterRNG
 from firth.objectives.masked import MLM
+from firth.objectives.masked_next_token import MaskedNextToken
 from firth.objectives.mixture import Mixture, Objective, WeightedObjective
 from firth.objectives.noise_mask import NgramMasking, SalientSpanMasking, SpanMasking, TokenMasking, WholeWordMasking
 from firth.objectives.registry import OBJECTIVES
@@ -26,6 +27,7 @@ __all__ = [
     "CounterRNG",
     "DecoderDenoising",
     "EncoderDecoderLM",
+    "MaskedNextToken",
     "Mixture",
     "NgramMasking",
     "Objective",

@@ -136,6 +136,10 @@ class MLM(ObjectiveBase):
 
     def check(self, vocab: Vocabulary, source_length: int) -> None:
         self.build_template(vocab)
+        self.check_spans(source_length)
+
+    def check_spans(self, source_length: int) -> None:
+        """Raise UserError where rows are too short for spans of words."""
         if isinstance(self.masking, WordSpanMasking):
             check_mean_span_fits(
                 min(self.rate, self.rate if self.rate_end is None else self.rate_end) * source_length,

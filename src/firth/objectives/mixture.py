@@ -20,6 +20,7 @@ from firth.objectives.batch import IGNORE_INDEX, Batch
 from firth.objectives.causal import CLM, BiLM, PermutationLM, PrefixLM, SequenceAutoencoder
 from firth.objectives.counter_rng import CounterRNG
 from firth.objectives.masked import MLM
+from firth.objectives.masked_next_token import MaskedNextToken
 from firth.objectives.seq2seq import (
     BARTDenoising,
     DecoderDenoising,
@@ -37,6 +38,7 @@ SingleObjective = (
     | EncoderDecoderLM
     | PermutationLM
     | MLM
+    | MaskedNextToken
     | SpanCorruption
     | DecoderDenoising
     | SalientSpanCorruption

@@ -7,6 +7,7 @@ from typing import Any
 from firth.core.serialization import TYPE_KEY, to_dict
 from firth.objectives.causal import CLM, BiLM, PermutationLM, PrefixLM, SequenceAutoencoder
 from firth.objectives.masked import MLM
+from firth.objectives.masked_next_token import MaskedNextToken
 from firth.objectives.mixture import Mixture, Objective, WeightedObjective
 from firth.objectives.noise_mask import NgramMasking, SalientSpanMasking, SpanMasking, WholeWordMasking
 from firth.objectives.seq2seq import (
@@ -48,6 +49,7 @@ OBJECTIVES: dict[str, Objective] = {
     "tlm": MLM(pair="translation"),
     "rtd": MLM(mask_prob=0.85, random_prob=0.0, targets="replaced"),
     "unilm": UNILM,
+    "masked-next-token": MaskedNextToken(),
     "bilm": BiLM(),
     "permutation-lm": PermutationLM(),
     "prefix-lm": PrefixLM(),

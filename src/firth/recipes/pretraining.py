@@ -15,6 +15,7 @@ from firth.models.prompt_form import prompt_form_of_objective
 from firth.objectives import (
     MLM,
     OBJECTIVES,
+    MaskedNextToken,
     Mixture,
     Objective,
     SalientSpanCorruption,
@@ -167,9 +168,12 @@ def default_extras(model: ModelConfig) -> tuple[Extra, ...]:
 def complete_recipe(recipe: Recipe) -> Recipe:
     """Return the recipe with exactly the modules that its objective trains beside the backbone.
 
-    The objective also decides whether an encoder-decoder's texts start with BOS, and in which form a prompt is read.
+    Rows of masked next-token prediction have the special tokens of the model's architecture. The objective also decides
+    whether an encoder-decoder's texts start with BOS, and in which form a prompt is read.
     """
     model, needed = recipe.model, recipe.objective.extras
+    if isinstance(recipe.objective, MaskedNextToken) and model.architecture != "encoder-decoder":
+        recipe = replace(recipe, objective=replace(recipe.objective, architecture=model.architecture))
     if isinstance(recipe.objective, MLM) and not needed and model.get_extra("decoder") is not None:
         needed = ("decoder",)
     # a published ELECTRA discriminator, which comes without its generator

@@ -1,0 +1,102 @@
+"""Masked next-token prediction: one model that is trained as a masked and as a causal language model (GPT-BERT).
+
+Charpentier & Samuel 2024 ("GPT or BERT: why not both?", section 2). MLM predicts a masked token at its own position,
+CLM the next token at every position. Both become one task when MLM, too, predicts at the position *before*:
+
+    masked row   [CLS] the [MASK] sat  on    the  mat [SEP]     attention to all tokens
+    labels       .     cat .      .    .     .    .   .
+
+    causal row   [CLS] the cat    sat  on    the  mat [SEP]     attention to earlier tokens
+    labels       the   cat sat    on   the   mat  [SEP] .
+
+So each row is drawn to be masked or causal, and weights and head are the same for both. Masked rows teach the use of
+both sides, causal rows give a label at every position. The model fills blanks, scores texts in both ways and writes.
+
+The loss is the mean over all labels of a step. A causal row has 1 / rate times as many as a masked one: with a rate of
+15% and half of the rows masked, 13% of the labels are those of masked rows; with 7/8 of the rows, half.
+
+Shapes: B rows, L positions, K target slots.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+import numpy as np
+
+from firth.core.errors import UserError
+from firth.objectives.base import (
+    ObjectiveBase,
+    build_pair_template,
+    build_text_template,
+    causal_labels,
+    check_rate,
+    require_special_token,
+)
+from firth.objectives.batch import IGNORE_INDEX, Batch
+from firth.objectives.counter_rng import CounterRNG
+from firth.objectives.masked import MLM
+from firth.objectives.noise_mask import is_document_start
+from firth.tokens import Rows, SequenceTemplate, Vocabulary
+
+DEFAULT_MLM = MLM()
+
+
+@dataclass(frozen=True)
+class MaskedNextToken(ObjectiveBase):
+    """Mask a share of the rows and predict the masked tokens, from the position before each; the others are causal.
+
+    - masked_share: share of the rows that are masked
+    - mlm: mask rate, 80/10/10 and masking scheme of these rows
+    - architecture: that of the model, which the recipe sets. An encoder's rows are [CLS] text [SEP], a decoder's begin
+      and end with the document
+    """
+
+    masked_share: float = 0.5
+    mlm: MLM = DEFAULT_MLM
+    architecture: Literal["encoder", "decoder"] = "encoder"
+    architectures = ("encoder", "decoder")
+
+    def __post_init__(self) -> None:
+        check_rate("objective.masked_share", self.masked_share)
+        if self.mlm.extras or self.mlm.pair != "none" or self.mlm.visibility != "all":
+            raise UserError(
+                "objective.mlm of masked next-token prediction has targets 'tokens', pair 'none' and visibility 'all'."
+            )
+
+    @property
+    def token_flags(self) -> tuple[str, ...]:  # type: ignore[override]
+        return self.mlm.token_flags
+
+    def build_template(self, vocab: Vocabulary) -> SequenceTemplate:
+        name = "masked next-token prediction"
+        require_special_token(vocab.mask, "mask token", name)
+        return (build_pair_template if self.architecture == "encoder" else build_text_template)(vocab, name)
+
+    def check(self, vocab: Vocabulary, source_length: int) -> None:
+        self.build_template(vocab)
+        self.mlm.check_spans(source_length)
+
+    def expected_rates(self, rows: Rows | None = None) -> dict[str, float]:
+        return {"masked_rows": self.masked_share}
+
+    def mask_rate_at(self, progress: float) -> float | None:
+        return self.mlm.mask_rate_at(progress)
+
+    def __call__(self, rows: Rows, rng: CounterRNG, vocab: Vocabulary) -> Batch:
+        B, L = rows.input_ids.shape
+        # The first token of a document has no position before it, unless that is a special token.
+        maskable_BL = rows.maskable & ~is_document_start(rows.document_ids)
+        masked = self.mlm(rows._replace(maskable=maskable_BL), rng, vocab)
+        row_N, slot_N = np.nonzero(masked.labels != IGNORE_INDEX)
+        masked_labels_BL = np.full((B, L), IGNORE_INDEX, masked.labels.dtype)
+        masked_labels_BL[row_N, masked.target_positions[row_N, slot_N] - 1] = masked.labels[row_N, slot_N]
+        is_masked_B1 = rng.uniform("masked rows", 1) < self.masked_share
+        return Batch(
+            np.where(is_masked_B1, masked.input_ids, rows.input_ids),
+            document_ids=rows.document_ids,
+            position_ids=rows.position_ids,
+            attention_rank=np.where(is_masked_B1, 0, np.arange(L)),
+            labels=np.where(is_masked_B1, masked_labels_BL, causal_labels(rows.input_ids, rows.document_ids)),
+        )
