@@ -32,7 +32,7 @@ from firth.models import (
 from firth.models.attention import Attention
 from firth.models.config import SentencePairHead, SpanBoundaryHead
 from firth.models.presets import bert, ib_bert, mobilebert
-from firth.objectives import MLM, Batch, CounterRNG
+from firth.objectives import MLM, Batch, CLMThenMLM, CounterRNG
 from firth.text import Corpus
 from firth.tokens import ShardSet, load_tokenizer, open_shards, prepare
 from firth.train import (
@@ -399,6 +399,26 @@ def test_minutes_are_planned_once_where_the_mask_rate_follows_the_steps(recipe_o
     plain = recipe_of("bert", minutes=1.0)
     assert pretraining.can_replan(plain)
     assert not pretraining.can_replan(replace(plain, objective=MLM(rate=0.3, rate_end=0.15)))
+    assert not pretraining.can_replan(replace(plain, objective=CLMThenMLM()))
+
+
+def test_a_run_that_starts_as_a_causal_model_times_both_phases(
+    recipe_of: Recipes, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its first quarter has a label at every position; the run ends as an encoder."""
+    timed: list[int] = []
+
+    def time_steps(recipe: Recipe, compute: Any, model: Model, batch_fn: Any, *rest: Any, **k: Any) -> Any:
+        timed.append(batch_fn(0)[0].labels.shape[1])
+        return (6.0 if timed[-1] == 32 else 2.0), 0.0  # 3 seconds a step on average
+
+    monkeypatch.setattr(pretraining, "time_steps", time_steps)
+    recipe = recipe_of("bert", objective=CLMThenMLM(), max_steps=8, minutes=1.0)
+    results = pretrain(recipe)
+    assert timed == [32, MLM().num_slots(32)]
+    assert results["steps"] == 8
+    assert "eval_mlm_accuracy" in results
+    assert load_model(Path(recipe.output_dir) / "final").config.prompt_form == "causal"
 
 
 def test_a_run_with_an_unused_head_resumes(recipe_of: Recipes, tmp_path: Path) -> None:

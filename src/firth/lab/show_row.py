@@ -16,7 +16,16 @@ from typing import Any, NamedTuple, TypeVar
 import numpy as np
 
 from firth.core.console import escape_character
-from firth.objectives import IGNORE_INDEX, BARTDenoising, Batch, CounterRNG, MaskedNextToken, Mixture, Objective
+from firth.objectives import (
+    IGNORE_INDEX,
+    BARTDenoising,
+    Batch,
+    CLMThenMLM,
+    CounterRNG,
+    MaskedNextToken,
+    Mixture,
+    Objective,
+)
 from firth.objectives.base import index_rows, index_vocabulary, trace_sources
 from firth.objectives.corruption import NoisyText
 from firth.objectives.seq2seq import BARTStages
@@ -394,6 +403,11 @@ def describe_row(batch_row: Batch, objective: Any, format_tokens: TokenFormatter
             "A masked row: each target is predicted at the position before it, and every token attends to all."
             if is_masked
             else "A causal row: each token is predicted from the tokens before it."
+        )
+    elif isinstance(objective, CLMThenMLM):
+        notes.append(
+            f"The first {100 * objective.clm_share:g}% of the steps: each token is predicted from the tokens before "
+            "it. The steps after them mask tokens, and every token attends to all."
         )
     elif batch_row.target_positions is None:
         notes.append(

@@ -157,7 +157,7 @@ class Model(nn.Module):
     @property
     def lm_loss_name(self) -> str:
         """The name of the loss over tokens in logs: `mlm`, or `lm` for any other objective."""
-        return "mlm" if (self.objective or {}).get("kind") == "MLM" else "lm"
+        return "mlm" if (self.objective or {}).get("kind") in ("MLM", "CLMThenMLM") else "lm"
 
     def lm_losses(self, target_states: Tensor, batch: BatchLike, with_metrics: bool) -> dict[str, Tensor]:
         """Return the LM loss; in evaluations with the accuracy. Training never holds the logits that it needs."""

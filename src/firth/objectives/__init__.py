@@ -2,6 +2,7 @@
 
 from firth.objectives.batch import IGNORE_INDEX, Batch
 from firth.objectives.causal import CLM, BiLM, PermutationLM, PrefixLM, SequenceAutoencoder
+from firth.objectives.clm_then_mlm import CLMThenMLM
 from firth.objectives.counter_rng import CounterRNG
 from firth.objectives.masked import MLM
 from firth.objectives.masked_next_token import MaskedNextToken
@@ -24,6 +25,7 @@ __all__ = [
     "BARTDenoising",
     "Batch",
     "BiLM",
+    "CLMThenMLM",
     "CounterRNG",
     "DecoderDenoising",
     "EncoderDecoderLM",

@@ -38,6 +38,9 @@ class ObjectiveBase:
     row_layout: RowLayout = "packed"
     token_flags: tuple[str, ...] = ()  # optional fields of Rows that it needs, such as "word_start"
     extras: tuple[str, ...] = ()  # parts that the model needs beside its LM head, such as "generator"
+    follows_progress: bool = False  # batches depend on the share of the run's steps that is done
+    # Kinds of steps that differ in cost, in order: the share of the steps, and a `progress` at which they are made.
+    phases: tuple[tuple[float, float], ...] = ((1.0, 0.0),)
     adds_bos: bool = False  # texts start with BOS and end with EOS, and the decoder starts with EOS (BART)
 
     def source_length(self, length: int) -> int:

@@ -118,6 +118,10 @@ class MLM(ObjectiveBase):
             )
 
     @property
+    def follows_progress(self) -> bool:  # type: ignore[override]
+        return self.rate_end is not None
+
+    @property
     def row_layout(self) -> RowLayout:  # type: ignore[override]
         return PAIR_ROW_LAYOUTS[self.pair]
 

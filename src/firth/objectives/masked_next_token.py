@@ -66,6 +66,10 @@ class MaskedNextToken(ObjectiveBase):
             )
 
     @property
+    def follows_progress(self) -> bool:  # type: ignore[override]
+        return self.mlm.follows_progress
+
+    @property
     def token_flags(self) -> tuple[str, ...]:  # type: ignore[override]
         return self.mlm.token_flags
 

@@ -18,6 +18,7 @@ from firth.core.errors import UserError
 from firth.objectives.base import RowLayout
 from firth.objectives.batch import IGNORE_INDEX, Batch
 from firth.objectives.causal import CLM, BiLM, PermutationLM, PrefixLM, SequenceAutoencoder
+from firth.objectives.clm_then_mlm import CLMThenMLM
 from firth.objectives.counter_rng import CounterRNG
 from firth.objectives.masked import MLM
 from firth.objectives.masked_next_token import MaskedNextToken
@@ -39,6 +40,7 @@ SingleObjective = (
     | PermutationLM
     | MLM
     | MaskedNextToken
+    | CLMThenMLM
     | SpanCorruption
     | DecoderDenoising
     | SalientSpanCorruption
@@ -69,6 +71,8 @@ class Mixture:
             raise UserError("objective.parts: no architecture can be trained with all of these objectives.")
         if len({part.objective.row_layout for part in self.parts}) > 1:
             raise UserError("objective.parts: texts and pairs of texts cannot be mixed in one run.")
+        if len(self.parts) > 1 and any(len(part.objective.phases) > 1 for part in self.parts):
+            raise UserError("objective.parts: CLMThenMLM is an objective of its own, and no part of a mixture.")
         kinds = {(part.objective.extras, isinstance(part.objective, BiLM)) for part in self.parts}
         if len(kinds) > 1:
             raise UserError("objective.parts: objectives that need different heads of the model cannot be mixed.")
@@ -77,6 +81,14 @@ class Mixture:
     def architectures(self) -> tuple[str, ...]:
         first, *others = (part.objective.architectures for part in self.parts)
         return tuple(name for name in first if all(name in other for other in others))
+
+    @property
+    def follows_progress(self) -> bool:
+        return any(part.objective.follows_progress for part in self.parts)
+
+    @property
+    def phases(self) -> tuple[tuple[float, float], ...]:
+        return self.parts[0].objective.phases
 
     @property
     def row_layout(self) -> RowLayout:

@@ -6,6 +6,7 @@ from typing import Any
 
 from firth.core.serialization import TYPE_KEY, to_dict
 from firth.objectives.causal import CLM, BiLM, PermutationLM, PrefixLM, SequenceAutoencoder
+from firth.objectives.clm_then_mlm import CLMThenMLM
 from firth.objectives.masked import MLM
 from firth.objectives.masked_next_token import MaskedNextToken
 from firth.objectives.mixture import Mixture, Objective, WeightedObjective
@@ -50,6 +51,7 @@ OBJECTIVES: dict[str, Objective] = {
     "rtd": MLM(mask_prob=0.85, random_prob=0.0, targets="replaced"),
     "unilm": UNILM,
     "masked-next-token": MaskedNextToken(),
+    "clm-then-mlm": CLMThenMLM(),
     "bilm": BiLM(),
     "permutation-lm": PermutationLM(),
     "prefix-lm": PrefixLM(),

@@ -120,9 +120,11 @@ def make_pretrain_batch_fn(
     tokenizer: Tokenizer,
     ramp_datasets: Mapping[int, RowDataset] | None = None,
     dist_context: DistContext = SINGLE_PROCESS,
+    progress: float | None = None,
 ) -> Callable[[int], list[Batch]]:
     """Return the function step -> micro-batches of this process. `ramp_datasets` hold shorter rows, by length.
 
+    `progress` makes all batches as after this share of the run; None: that of their step.
     All processes together read the rows that a single process would read. A rewind skips as many rows as the skipped
     steps can have read; it does not change the ramp.
     """
@@ -136,10 +138,8 @@ def make_pretrain_batch_fn(
         index = np.arange(first, first + stage.step_rows)[dist_context.local_rows(stage.step_rows)]
         micro_batches = np.split(index, micro_batches_per_process(stage, dist_context.world_size))
         source = by_length[stage.seq_length]
-        progress = run_progress(recipe, step)
-        return [
-            make_batch(recipe, source, rows, tokenizer.vocab, step + num_skipped, progress) for rows in micro_batches
-        ]
+        share = run_progress(recipe, step) if progress is None else progress
+        return [make_batch(recipe, source, rows, tokenizer.vocab, step + num_skipped, share) for rows in micro_batches]
 
     return batches
 

@@ -219,9 +219,11 @@ def run_pretraining(
                 eval_seconds = step_seconds * recipe.eval_rows / (3 * recipe.global_batch_size)
                 return step_seconds, eval_seconds
 
-            def time_stage(stage_recipe: Recipe, with_eval: bool) -> tuple[float, float]:
+            def time_stage(stage_recipe: Recipe, progress: float, with_eval: bool) -> tuple[float, float]:
                 trial_model, source = model.clone(), ramp_datasets.get(stage_recipe.max_seq_length, rows)
-                batches = make_pretrain_batch_fn(stage_recipe, source, tokenizer, dist_context=dist_context)
+                batches = make_pretrain_batch_fn(
+                    stage_recipe, source, tokenizer, dist_context=dist_context, progress=progress
+                )
                 eval_fn = evaluate if with_eval else None
                 return time_steps(
                     stage_recipe,
@@ -236,8 +238,9 @@ def run_pretraining(
 
             shares_by_stage = stage_shares(recipe)
             timings = [
-                (share, time_stage(single_stage_recipe(recipe, stage), i == 0))
+                (share * phase_share, time_stage(single_stage_recipe(recipe, stage), progress, i == j == 0))
                 for i, (stage, share) in enumerate(shares_by_stage)
+                for j, (phase_share, progress) in enumerate(objective.phases)
             ]
             eval_seconds = timings[0][1][1]
             return sum(share * seconds for share, (seconds, _) in timings), eval_seconds
@@ -312,8 +315,8 @@ def run_pretraining(
 
 
 def can_replan(recipe: Recipe) -> bool:
-    """Whether the steps may change during the run: ramps, mask rates and knowledge transfer follow shares of them."""
-    has_ramp = recipe.batch_ramp or recipe.length_ramp or recipe.objective.mask_rate_at(0.0) is not None
+    """Whether the steps may change during the run: ramps, mask rates and phases follow shares of them."""
+    has_ramp = recipe.batch_ramp or recipe.length_ramp or recipe.objective.follows_progress
     has_stages = has_ramp or recipe.knowledge_transfer.strategy != "none"
     return bool(recipe.minutes) and not has_stages
 
