@@ -516,6 +516,8 @@ def test_who_cannot_write(untrained: Any) -> None:
     model = untrained("gpt2")
     with pytest.raises(UserError, match="max_new_tokens is 0"):
         generate_ids(model, PROMPTS, 0)
+    with pytest.raises(UserError, match="Prompt 2 has no tokens"):
+        generate_ids(model, [PROMPTS[0], []])
     with pytest.raises(UserError, match="num_beams is 10,000; it must be at most"):
         generate_ids(model, PROMPTS, generation_config=GenerationConfig(num_beams=10_000))
     classes = make_model(with_classification_head(model.config, ("a", "b")))

@@ -12,6 +12,7 @@ from typing import NamedTuple
 from weakref import WeakKeyDictionary
 
 from firth.core.console import format_count, warn
+from firth.core.errors import UserError
 from firth.models import EncoderDecoder, Model
 from firth.models.config import Rotary
 from firth.tokens import TokenIds
@@ -37,6 +38,9 @@ def make_length_budget(model: Model, prompts: Sequence[TokenIds], max_new_tokens
     A prompt that leaves too little space loses its beginning (left truncation), but keeps at least half of the
     positions. An encoder-decoder has separate positions for the prompt and for the new tokens.
     """
+    for i, ids in enumerate(prompts, 1):
+        if not ids:
+            raise UserError(f"Prompt {i} has no tokens, so there is nothing to continue. A chat template may be empty.")
     limit = model.config.max_length
     if limit is None:
         return LengthBudget(list(prompts), [max_new_tokens] * len(prompts))
