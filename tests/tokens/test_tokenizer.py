@@ -13,6 +13,7 @@ from tokenizers import models
 
 from firth.core.errors import UserError
 from firth.tokens.builders import TOKENIZER_KINDS
+from firth.tokens.template import SequenceTemplate, with_template
 from firth.tokens.tokenizer import Tokenizer, find_special_tokens, load_tokenizer
 from firth.tokens.train import train_tokenizer
 
@@ -329,6 +330,25 @@ def test_an_id_far_beyond_the_number_of_tokens_is_refused(model: str, tmp_path: 
     vocab["b"] = 50_000  # a gap, as between a vocabulary and added tokens
     (tmp_path / "tokenizer.json").write_text(json.dumps(state))
     assert load_tokenizer(tmp_path).vocab.size == 50_001
+
+
+def test_a_tokenizer_without_its_unknown_token_fails_when_it_encodes(tmp_path: Path) -> None:
+    learn("wordpiece").save(tmp_path)
+    state = json.loads((tmp_path / "tokenizer.json").read_text())
+    del state["model"]["vocab"]["[UNK]"]
+    state["added_tokens"] = [token for token in state["added_tokens"] if token["content"] != "[UNK]"]
+    (tmp_path / "tokenizer.json").write_text(json.dumps(state))
+    with pytest.raises(UserError, match=r"tokenizer.json is damaged \(WordPiece error: Missing"):
+        load_tokenizer(tmp_path).encode("\U0001f600")
+
+
+def test_a_panic_of_the_library_is_an_error(tmp_path: Path) -> None:
+    learn("wordpiece").save(tmp_path)
+    state = json.loads((tmp_path / "tokenizer.json").read_text())
+    state["post_processor"]["special_tokens"] = {}
+    (tmp_path / "tokenizer.json").write_text(json.dumps(state))
+    with pytest.raises(UserError, match=r"tokenizer.json is damaged \(no entry found"):
+        with_template(load_tokenizer(tmp_path), SequenceTemplate((2,), (3,)))
 
 
 def test_a_special_token_that_is_half_a_character_is_left_out(tmp_path: Path) -> None:

@@ -27,6 +27,7 @@ from firth.tasks.template import EncodedSequence
 from firth.text import Example
 from firth.tokens import Tokenizer
 from firth.tokens.template import with_template
+from firth.tokens.tokenizer import tokenizer_errors
 from firth.train import ComputeConfig
 
 POSITIVE_SCORE_SHARE = 0.8  # share of the highest score from which a pair is positive: 4 of STS-B's 5
@@ -164,7 +165,8 @@ def write_sentence_transformers_files(model: Model, max_length: int, folder: Pat
         or head.pool not in SENTENCE_TRANSFORMERS_POOLING
     ):
         return False
-    hf_ids = tokenizer.backend.encode("a", add_special_tokens=True).ids
+    with tokenizer_errors():
+        hf_ids = tokenizer.backend.encode("a", add_special_tokens=True).ids
     our_ids = EmbeddingTask(tokenizer, model.config, max_length).build_inputs(tokenizer.encode("a")).ids
     if hf_ids != our_ids or hf_model_type(model.config, tokenizer.vocab) == "firth" or model.config.has_decoder:
         return False

@@ -42,6 +42,7 @@ from firth.tasks.task import Prediction, TruncatingTokenizer
 from firth.tasks.text_to_text import AnswerConfig, check_task_can_generate
 from firth.text import Example
 from firth.tokens import Tokenizer
+from firth.tokens.tokenizer import tokenizer_errors
 from firth.train import ComputeConfig
 
 PLAIN_TEXT_ROLE = "text"  # role of a plain text: every token is a target
@@ -177,7 +178,8 @@ class LanguageModelingTask:
         rendered = [self.chat_template.render_with_answers(messages, example_id) for example_id, messages in dialogues]
         for (_, messages), (_, answer_spans) in zip(dialogues, rendered, strict=True):
             self.num_changed_answers += len(answer_indices(messages)) - len(answer_spans)
-        encodings = self.tokenizer.backend.encode_batch([text for text, _ in rendered], add_special_tokens=False)
+        with tokenizer_errors():
+            encodings = self.tokenizer.backend.encode_batch([text for text, _ in rendered], add_special_tokens=False)
         for (text, answer_spans), encoding in zip(rendered, encodings, strict=True):
             yield self.encode_rendered(text, answer_spans, encoding)
 

@@ -20,10 +20,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from tokenizers import Tokenizer as Backend
 from tokenizers import processors
 
-from firth.tokens.tokenizer import Tokenizer
+from firth.tokens.tokenizer import Tokenizer, copy_backend, tokenizer_errors
 
 TEXT_A, TEXT_B = -1, -2  # placeholder ids for the first and the second text
 TOKEN_TYPE_IDS = "token_type_ids"
@@ -90,7 +89,7 @@ def with_template(tokenizer: Tokenizer, template: SequenceTemplate, pairs: bool 
         pair=patterns[1] if pairs else ["$A:0", "$B:1"],
         special_tokens=[(token, i) for i, token in tokens.items()],
     )
-    backend = Backend.from_str(tokenizer.backend.to_str())
+    backend = copy_backend(tokenizer.backend)
     byte_level = find_byte_level_processor(json.loads(backend.to_str())["post_processor"])
     backend.post_processor = processor if byte_level is None else processors.Sequence([byte_level, processor])
     config = dict(tokenizer.config)
@@ -104,7 +103,8 @@ def applies_sequence(
     tokenizer: Tokenizer, ids: Sequence[int], token_type_ids: Sequence[int], check_token_types: bool
 ) -> bool:
     """Whether a tokenizer makes this sequence, which has placeholders, of a text "a" and a text "b"."""
-    encoding = tokenizer.backend.encode("a", "b" if TEXT_B in ids else None, add_special_tokens=True)
+    with tokenizer_errors():
+        encoding = tokenizer.backend.encode("a", "b" if TEXT_B in ids else None, add_special_tokens=True)
     text_ids = {TEXT_A: tokenizer.encode("a"), TEXT_B: tokenizer.encode("b")}
     expected = [(j, kind) for i, kind in zip(ids, token_type_ids, strict=True) for j in text_ids.get(i, [i])]
     return encoding.ids == [i for i, _ in expected] and (

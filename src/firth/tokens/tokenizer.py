@@ -5,7 +5,8 @@ from __future__ import annotations
 import hashlib
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import chain
@@ -17,7 +18,7 @@ from tokenizers import AddedToken, Encoding, models, processors
 from tokenizers import Tokenizer as Backend
 
 from firth.core.console import warn
-from firth.core.errors import UserError, quote, reason
+from firth.core.errors import MAX_REASON_CHARS, UserError, quote, reason, shorten
 from firth.core.files import read_object, read_utf8, write_json, write_text
 from firth.tokens.builders import (
     BERT_SPECIAL_TOKENS,
@@ -60,6 +61,22 @@ class Vocabulary:
         return np.setdiff1d(np.arange(self.size), self.special_ids)
 
 
+@contextmanager
+def tokenizer_errors(message: str = "tokenizer.json is damaged") -> Iterator[None]:
+    """Raise a UserError where the `tokenizers` library fails: it has no type of its own, and Rust code may panic."""
+    try:
+        yield
+    except BaseException as e:
+        if type(e) is not Exception and type(e).__name__ != "PanicException":
+            raise
+        raise UserError(f"{message} ({shorten(e, MAX_REASON_CHARS)}).") from None
+
+
+def copy_backend(backend: Backend) -> Backend:
+    with tokenizer_errors():
+        return Backend.from_str(backend.to_str())
+
+
 class Tokenizer:
     """Text to ids and back. `special_tokens` maps roles ("cls") to tokens, `config` is tokenizer_config.json.
 
@@ -90,12 +107,15 @@ class Tokenizer:
         as the token.
         """
         backend = self.backend if parse_special else self._text_only_backend
-        return self._apply_direction(backend.encode(text, add_special_tokens=False).ids)
+        with tokenizer_errors():
+            return self._apply_direction(backend.encode(text, add_special_tokens=False).ids)
 
     def encode_batch(self, texts: Sequence[str], parse_special: bool = False) -> list[list[int]]:
         """Return the ids of many texts, encoded on all cores."""
         backend = self.backend if parse_special else self._text_only_backend
-        return [self._apply_direction(e.ids) for e in backend.encode_batch_fast(list(texts), add_special_tokens=False)]
+        with tokenizer_errors():
+            encodings = backend.encode_batch_fast(list(texts), add_special_tokens=False)
+        return [self._apply_direction(e.ids) for e in encodings]
 
     def _apply_direction(self, ids: Sequence[int]) -> list[int]:
         """Return the ids in the order in which the model reads them."""
@@ -103,15 +123,18 @@ class Tokenizer:
 
     def encode_with_offsets(self, texts: Sequence[str]) -> list[Encoding]:
         """Return encodings with word ids and character offsets; always from left to right."""
-        return self._text_only_backend.encode_batch(list(texts), add_special_tokens=False)
+        with tokenizer_errors():
+            return self._text_only_backend.encode_batch(list(texts), add_special_tokens=False)
 
     def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
-        return self.backend.decode(self._apply_direction(ids), skip_special_tokens=skip_special_tokens)
+        with tokenizer_errors():
+            return self.backend.decode(self._apply_direction(ids), skip_special_tokens=skip_special_tokens)
 
     def pre_tokenize(self, text: str) -> list[str]:
         """Return the words of a text as the pre-tokenizer splits it."""
-        normalized = self.backend.normalizer.normalize_str(text) if self.backend.normalizer is not None else text
-        return [word for word, _ in self.backend.pre_tokenizer.pre_tokenize_str(normalized)]
+        with tokenizer_errors():
+            normalized = self.backend.normalizer.normalize_str(text) if self.backend.normalizer is not None else text
+            return [word for word, _ in self.backend.pre_tokenizer.pre_tokenize_str(normalized)]
 
     def word_starts(self, *encodings: Encoding) -> np.ndarray:
         """Return which tokens start a word of the pre-tokenizer, (N,) bool, for all encodings one after the other."""
@@ -144,7 +167,7 @@ class Tokenizer:
 
     def with_special_tokens(self, new_tokens: Sequence[str]) -> Tokenizer:
         """Return the tokenizer with more special tokens, at the end; existing ones keep their ids."""
-        backend = Backend.from_str(self.backend.to_str())
+        backend = copy_backend(self.backend)
         backend.add_special_tokens([AddedToken(name, special=True, normalized=False) for name in new_tokens])
         key = "additional_special_tokens"
         old_tokens = self.config.get(key) or [self.backend.id_to_token(i) for i in self.vocab.sentinel_ids]
@@ -169,7 +192,7 @@ class Tokenizer:
     @cached_property
     def _text_only_backend(self) -> Backend:
         """A copy of the backend that treats special tokens in a text as text."""
-        plain = Backend.from_str(self.backend.to_str())
+        plain = copy_backend(self.backend)
         plain.encode_special_tokens = True
         return plain
 
@@ -301,10 +324,9 @@ def missing_tokenizer_error(folder: Path) -> UserError:
 
 
 def read_tokenizer_json(file: Path) -> Backend:
-    try:
-        return Backend.from_str(read_utf8(file))  # from_file opens no name that is not UTF-8
-    except Exception as e:  # the library has no narrower type
-        raise UserError(f"{file}: not a tokenizer ({reason(e)}).") from None
+    text = read_utf8(file)  # from_file opens no name that is not UTF-8
+    with tokenizer_errors(f"{file}: not a tokenizer"):
+        return Backend.from_str(text)
 
 
 def read_vocab_txt(file: Path, config: Mapping[str, Any]) -> Backend:

@@ -23,7 +23,6 @@ from typing import Any, NamedTuple
 
 import numpy as np
 from tokenizers import AddedToken
-from tokenizers import Tokenizer as Backend
 
 from firth.tokens.builders import (
     CHAR_WORD_REGEX,
@@ -32,7 +31,7 @@ from firth.tokens.builders import (
     SPLIT_PATTERNS,
     WORD_LEVEL_REGEX,
 )
-from firth.tokens.tokenizer import Tokenizer
+from firth.tokens.tokenizer import Tokenizer, copy_backend
 
 SEGMENT_SEPARATOR = "\ufdd3"  # a Unicode noncharacter, which no text contains
 GROUP_SEGMENTS = 500  # segments that are tokenized as one text
@@ -141,7 +140,7 @@ class WordCache:
     """
 
     def __init__(self, tokenizer: Tokenizer, rules: SplitRules, max_bytes: int = MAX_WORD_CACHE_BYTES) -> None:
-        backend = Backend.from_str(tokenizer.backend.to_str())
+        backend = copy_backend(tokenizer.backend)
         backend.add_tokens([AddedToken(SEGMENT_SEPARATOR, normalized=False)])
         self.tokenizer, self.rules = tokenizer, rules
         self.separator_tokenizer = Tokenizer(backend, tokenizer.special_tokens, tokenizer.config)
