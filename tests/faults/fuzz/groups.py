@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import yaml
-from faults.fuzz.fixtures import CONLL, ROWS, SIZES, SQUAD, STEPS, TUNED, Fixtures, table
+from faults.fuzz.fixtures import ANIMALS, CONLL, ROWS, SIZES, SQUAD, STEPS, TUNED, Fixtures, table
 from faults.fuzz.harness import Case, MakeCase
 from faults.fuzz.mutators import (
     ODD_NUMBERS,
@@ -513,8 +513,12 @@ def parquets(fixtures: Fixtures) -> MakeCase:
     def column(rng: random.Random) -> Any:
         import pyarrow as pa
 
-        n = rng.choice([0, 1, 5])
-        texts = [rng.choice([None, "a cat", "", "x" * 5000]) for _ in range(n)]
+        n = rng.choice([0, 1, 5, 50, 50])
+        odd = rng.random() < 0.3
+        texts = [
+            rng.choice([None, "a cat", "", "x" * 5000]) if odd else f"{rng.choice(ANIMALS)} {i} slept near the river"
+            for i in range(n)
+        ]
         makers: list[Callable[[], Any]] = [
             lambda: pa.array(texts, pa.string()),
             lambda: pa.array(texts, pa.large_string()),
@@ -533,7 +537,7 @@ def parquets(fixtures: Fixtures) -> MakeCase:
         import pyarrow.parquet as pq
 
         first = column(rng)
-        names = [rng.choice(["text", "text", "body", "a.b", ""])]
+        names = [rng.choice(["text"] * 6 + ["body", "a.b", ""])]
         path, data = folder / "data.parquet", io.BytesIO()
         pq.write_table(pa.table([first], names=names), data, compression=rng.choice(["snappy", "zstd", "none"]))
         raw = data.getvalue()
@@ -544,7 +548,7 @@ def parquets(fixtures: Fixtures) -> MakeCase:
         elif rng.random() < 0.8:
             raw = mutate_parquet(rng, raw)
         path.write_bytes(raw)
-        options = rng.choice([[], [], ["--columns=text=body"]])
+        options = rng.choice([[], [], [], ["--columns=text=body"]])
         out = ["--output-dir", folder / "out"]
         prepare = ["prepare", path, "--tokenizer", tokenizer, "--workers=1", *out, *options]
         return Case(rng.choice([prepare, prepare, ["tokenizer", path, "--vocab-size=300", *out]]))
@@ -598,7 +602,7 @@ def as_nobody(folder: Path) -> Iterator[None]:
 
 def file_system(fixtures: Fixtures) -> MakeCase:
     """Names, links, devices, rights and full disks."""
-    tokenizer = fixtures.shards / "tokenizer"
+    tokenizer, text = fixtures.shards / "tokenizer", fixtures.text.read_text()[:3000]
 
     def odd_name(rng: random.Random) -> bytes:
         names = [
@@ -628,7 +632,7 @@ def file_system(fixtures: Fixtures) -> MakeCase:
             elif kind == 3:
                 os.mkdir(path)
                 os.symlink(b"..", path + b"/up")
-                Path(os.fsdecode(path), "a.txt").write_text("a cat slept\n\na dog\n")
+                Path(os.fsdecode(path), "a.txt").write_text(text)
             elif kind == 4:
                 Path(os.fsdecode(path)).write_text("a cat")
                 os.chmod(path, 0)
@@ -636,11 +640,11 @@ def file_system(fixtures: Fixtures) -> MakeCase:
                 with socket.socket(socket.AF_UNIX) as s:
                     s.bind(path)
             else:
-                Path(os.fsdecode(path)).write_text("a cat slept\n\na dog barked\n")
+                Path(os.fsdecode(path)).write_text(text)
         return path
 
     def reading(rng: random.Random, folder: Path) -> Case:
-        name = rng.choice([b"text", odd_name(rng)]) + rng.choice([b".txt", b".jsonl", b".csv", b"", b".txt.gz"])
+        name = rng.choice([b"text", odd_name(rng)]) + rng.choice([b".txt"] * 5 + [b".jsonl", b".csv", b"", b".txt.gz"])
         path, out = odd_file(rng, folder, name), folder / "out"
         rows = fixtures.rows("classify")
         files = ["--task=classify", "--train", path, "--dev", rows]
