@@ -1,12 +1,13 @@
 """Compare generation speed with `transformers`: same weights, prompts and number of new tokens, in one process.
 
-    python benchmarks/generate_speed.py [--workload NAME ...] [--repeats N] [--tokens N] [--threads N] [--json]
+    python benchmarks/generate_speed.py [--workload NAME ...] [--repeats N] [--tokens N] [--threads N]
+        [--profile] [--json]
 
 Both sides decode greedily from prompts of equal length, always the same number of tokens. They alternate, so that
 other load on the machine slows both; the reported ratio is the median over the repeats. On a GPU the weights are in
 bfloat16 and `transformers` has its static KV cache, which compiles the step; on a CPU float32 and the dynamic cache,
 which is faster there. Repeats that compile or capture CUDA graphs are not counted. In float32 both sides must generate
-the same tokens; otherwise nothing is measured.
+the same tokens; otherwise nothing is measured. `--profile` then shows the phases of our side, and its kernels.
 
 B rows, T tokens of a prompt.
 """
@@ -30,12 +31,15 @@ import transformers
 from firth import __version__
 from firth.core.console import format_count, progress, say, show_table
 from firth.generate import generate_ids
+from firth.generate.device_decode import kept_decodes
 from firth.models import Model, ModelConfig, get_preset, make_model, to_hf_config
 from firth.models.hf.convert import to_hf_tensors
 from firth.models.presets import gpt2, llama
 from firth.tokens import Vocabulary
 
 OURS, THEIRS = "firth", "transformers"
+CHECKED_ROWS, CHECKED_TOKENS = 4, 24  # few: in thousands of choices two tokens may be equally likely
+PROFILED_STEPS = 64
 GenerateFn = Callable[[np.ndarray], list[list[int]]]
 
 
@@ -127,11 +131,13 @@ def their_generate_fn(theirs: Any, tokens: int, device: torch.device) -> Generat
 # Measuring
 
 
-def measure(name: str, workload: Workload, device: torch.device, repeats: int, tokens: int, warmup: int) -> list[Speed]:
+def measure(
+    name: str, workload: Workload, device: torch.device, repeats: int, tokens: int, warmup: int, profiles: bool = False
+) -> list[Speed]:
     """Check that both sides generate the same tokens, then time them in alternation."""
     model, theirs = make_sides(workload, device)
-    prompts = random_prompts(workload, 0)
-    if our_generate_fn(model, 8)(prompts) != their_generate_fn(theirs, 8, device)(prompts):
+    prompts = random_prompts(workload, 0)[:CHECKED_ROWS]
+    if our_generate_fn(model, CHECKED_TOKENS)(prompts) != their_generate_fn(theirs, CHECKED_TOKENS, device)(prompts):
         raise SystemExit(f"{name}: the two sides generate different tokens, so their speeds cannot be compared.")
     if device.type == "cuda":
         model, theirs = model.bfloat16(), theirs.bfloat16()
@@ -146,7 +152,37 @@ def measure(name: str, workload: Workload, device: torch.device, repeats: int, t
                 assert all(len(ids) == tokens for ids in generated)
             bar.advance()
     timed = {side: times[warmup:] for side, times in seconds.items()}
+    if profiles:
+        say(f"{name}: our first call took {seconds[OURS][0]:.2f} s, the median {statistics.median(timed[OURS]):.4f} s")
+        show_profile(name, model, sides[OURS], random_prompts(workload, 0))
     return [summarize(name, side, workload.batch_size * tokens, times, timed[THEIRS]) for side, times in timed.items()]
+
+
+def show_profile(name: str, model: Model, generate_fn: GenerateFn, prompts: np.ndarray) -> None:
+    """Print the time of the prompt, the time of a decode step on the GPU, and the kernels of a step."""
+    start = time.perf_counter()
+    our_generate_fn(model, 1)(prompts)
+    first = time.perf_counter() - start
+    generate_fn(prompts)
+    decode = kept_decodes[model]
+    begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+    begin.record()
+    decode.run(PROFILED_STEPS, True)
+    end.record()
+    torch.cuda.synchronize()
+    say(f"prompt and one token {first:.4f} s; a step {begin.elapsed_time(end) / PROFILED_STEPS * 1000:.1f} us")
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profiler:
+        decode.run(PROFILED_STEPS, True)
+        torch.cuda.synchronize()
+    events = sorted(profiler.key_averages(), key=lambda e: -e.self_device_time_total)
+    rows = [
+        (e.key[:70], f"{e.count / PROFILED_STEPS:.1f}", f"{e.self_device_time_total / PROFILED_STEPS:.1f}")
+        for e in events
+        if e.self_device_time_total
+    ]
+    total = sum(e.self_device_time_total for e in events) / PROFILED_STEPS
+    table = [*rows[:34], ("all", f"{sum(e.count for e in events) / PROFILED_STEPS:.1f}", f"{total:.1f}")]
+    show_table(f"One step of {name}", ("kernel", "launches", "us"), table)
 
 
 def summarize(name: str, side: str, tokens: int, times: Sequence[float], theirs: Sequence[float]) -> Speed:
@@ -171,6 +207,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--repeats", type=int, default=5, help="timed runs of each side (5)")
     parser.add_argument("--tokens", type=int, help="new tokens per row (64 on a CPU, 256 on a GPU)")
     parser.add_argument("--threads", type=int, help="CPU threads of both sides (torch's default)")
+    parser.add_argument("--profile", action="store_true", help="show where our time goes (GPU)")
     parser.add_argument("--json", action="store_true", help="print one JSON object on the last line")
     args = parser.parse_args(argv)
     if args.threads:
@@ -185,7 +222,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     say(f"{versions}, Python {sys.version.split()[0]}; {machine}, {os.cpu_count()} CPUs")
     say(f"both sides: {tokens} new tokens per row, greedy; transformers with SDPA")
 
-    speeds = [s for n in names for s in measure(n, WORKLOADS[n], device, args.repeats, tokens, 2 if on_gpu else 1)]
+    warmup, profiles = 2 if on_gpu else 1, args.profile and on_gpu
+    speeds = [s for n in names for s in measure(n, WORKLOADS[n], device, args.repeats, tokens, warmup, profiles)]
     show_table("Generation speed", ("workload", "side", "tokens/s", "ratio", "quartiles"), map(table_row, speeds))
     if args.json:
         facts = {"versions": versions, "machine": machine, "threads": torch.get_num_threads(), "tokens": tokens}

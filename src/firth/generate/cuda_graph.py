@@ -9,7 +9,8 @@ nothing may depend on the host: no `.item()`, no branch on a value. `KVCache` wi
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 
 import torch
 from torch import Tensor
@@ -32,6 +33,31 @@ class CudaGraphDecode:
         self.token_B.copy_(token_B)
         self.graph.replay()
         return self.logits_BV
+
+
+def capture_graph(step: Callable[[], None], state: Sequence[Tensor]) -> Callable[[], None]:
+    """Return a function that replays `step`, which reads and changes the tensors of `state` in place.
+
+    The step runs once before the capture, to compile its kernels; `state` is restored afterwards.
+    """
+    graph, current, side = torch.cuda.CUDAGraph(), torch.cuda.current_stream(), torch.cuda.Stream()
+    with restored(state):
+        side.wait_stream(current)
+        with torch.cuda.stream(side):
+            step()
+        current.wait_stream(side)
+        with torch.cuda.graph(graph):
+            step()
+    return graph.replay
+
+
+@contextmanager
+def restored(state: Sequence[Tensor]) -> Iterator[None]:
+    """Give these tensors their values back at the end."""
+    saved = [x.clone() for x in state]
+    yield
+    for x, before in zip(state, saved, strict=True):
+        x.copy_(before)
 
 
 def autocast_without_cache() -> torch.autocast:

@@ -27,6 +27,14 @@ from firth.core.errors import UserError
 from firth.generate.beams import beam_search
 from firth.generate.config import GenerationConfig
 from firth.generate.decode_state import check_can_generate, eval_mode, make_decode_state, require_tokenizer
+from firth.generate.device_decode import (
+    MAX_SLOTS,
+    DeviceScheduler,
+    can_decode_on_device,
+    keep_device_decode,
+    make_settings,
+    take_device_decode,
+)
 from firth.generate.length_budget import INITIAL_NEW_TOKENS, LengthBudget, make_length_budget
 from firth.generate.sampling import LogitsProcessor, TokenSampler
 from firth.models import EncoderDecoder, ForcedTokens, Model, get_forced_tokens, make_sequence_template
@@ -83,6 +91,9 @@ def generate_sequences(
     eos_ids = check_can_generate(model)
     if not prompts:
         return []
+    if use_cache and can_decode_on_device(model, generation_config):
+        *_, sequences = iterate_on_device(model, prompts, generation_config, stop_fn, logprobs)
+        return sequences
     if generation_config.num_beams == 1:
         *_, decoded = iterate_decode_steps(model, prompts, generation_config, use_cache, stop_fn, logprobs)
         return decoded.to_sequences()
@@ -159,6 +170,47 @@ def iterate_decode_steps(
             logits_BV = state.decode_step(token_B)
 
 
+@torch.no_grad()
+def iterate_on_device(
+    model: Model,
+    prompts: Sequence[TokenIds],
+    generation_config: GenerationConfig,
+    stop_fn: StopFn | None = None,
+    logprobs: bool = False,
+) -> Iterator[list[GeneratedSequence]]:
+    """Yield the sequences so far, ended or not, after every few steps: `iterate_decode_steps` on a GPU."""
+    eos_ids, each = check_can_generate(model), generation_config.num_return_sequences
+    budget = make_length_budget(model, prompts, generation_config.max_new_tokens)
+    repeated = [ids for ids in budget.prompts for _ in range(each)]
+    budgets = [n for n in budget.budgets for _ in range(each)]
+    settings = make_settings(model, generation_config, forced_tokens(model), eos_ids, logprobs)
+    is_seq2seq = isinstance(model, EncoderDecoder)
+    longest = max(map(len, budget.prompts))
+    with eval_mode(model):
+        decode = take_device_decode(
+            model,
+            settings,
+            min(len(repeated), MAX_SLOTS),
+            1 if is_seq2seq else longest,
+            max(budgets),
+            longest if is_seq2seq else 0,
+        )
+        scheduler = DeviceScheduler(decode, repeated, budgets, generation_config.seed)
+        if stop_fn is not None:
+            scheduler.stop_fn = lambda sequence, ids: stop_fn(sequence // each, ids)
+        sequences: list[GeneratedSequence | None] = [None] * len(repeated)
+        for finished in scheduler.run():
+            for done in finished:
+                sequences[done.number] = GeneratedSequence(
+                    done.tokens[: len(done.tokens) - done.ended],
+                    done.ended or done.stopped,
+                    done.logprobs if logprobs else [],
+                    sum(done.logprobs),
+                )
+        keep_device_decode(decode)
+    yield [sequence for sequence in sequences if sequence is not None]
+
+
 class DecodedBatch:
     """New tokens so far, on the device. A row is done at EOS, at a stop string or at its length budget.
 
@@ -215,11 +267,20 @@ def make_logits_processor(
 ) -> LogitsProcessor:
     """Return the processor. Its history is the prompt, or the start token of an encoder-decoder."""
     vocab, prompts = require_tokenizer(model).vocab, budget.prompts
-    forced = get_forced_tokens(model, vocab)
     if isinstance(model, EncoderDecoder):
         prompts = [[make_sequence_template(model.config, vocab).decoder_start_id]] * len(prompts)
-    else:
-        forced = ForcedTokens(eos=forced.eos)  # the prompt already starts the text
     return LogitsProcessor(
-        prompts, generation_config, eos_ids, logits_BV.shape[1], logits_BV.device, forced, budget.budgets
+        prompts,
+        generation_config,
+        eos_ids,
+        logits_BV.shape[1],
+        logits_BV.device,
+        forced_tokens(model),
+        budget.budgets,
     )
+
+
+def forced_tokens(model: Model) -> ForcedTokens:
+    """Return the tokens that begin and end every text. A decoder's prompt has begun it already."""
+    forced = get_forced_tokens(model, require_tokenizer(model).vocab)
+    return forced if isinstance(model, EncoderDecoder) else ForcedTokens(eos=forced.eos)

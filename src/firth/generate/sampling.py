@@ -172,6 +172,18 @@ def sample_from_uniform(scores_BV: Tensor, u_B1: Tensor) -> Tensor:
     return torch.searchsorted(cdf_BV, u_B1.double() * cdf_BV[:, -1:], right=True)[:, 0]
 
 
+def token_uniforms(
+    seed: int | np.ndarray, rows: Sequence[int] | np.ndarray, num_steps: int, first_step: int = 0
+) -> np.ndarray:
+    """(B, steps) numbers in [0, 1) for the choice of each token: a function of seed, row and step.
+
+    `seed` may differ by row, (B, 1).
+    """
+    rng = CounterRNG(seed, np.asarray(rows))
+    columns = [rng.uniform(f"token {step}", 1) for step in range(first_step, first_step + num_steps)]
+    return np.concatenate(columns, 1) if columns else np.zeros((len(rows), 0), np.float32)
+
+
 class TokenSampler:
     """Choose the next token (B,) of each row: argmax at temperature 0, otherwise a sample.
 
@@ -196,8 +208,7 @@ class TokenSampler:
 
     def uniform(self, step: int) -> Tensor:
         """(B, 1) numbers in [0, 1): a function of seed, row and step."""
-        rng = CounterRNG(self.seed_B[:, None], self.rows)
-        return torch.from_numpy(rng.uniform(f"token {step}", 1))
+        return torch.from_numpy(token_uniforms(self.seed_B[:, None], self.rows, 1, step))
 
     def select_rows(self, row_B: Tensor) -> None:
         """Keep these rows, in this order."""

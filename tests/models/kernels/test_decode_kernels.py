@@ -1,0 +1,131 @@
+"""The kernels of a decode step against one operation after another: on a GPU, or in Triton's interpreter."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from models.kernels.test_glu import DEVICE, INTERPRETED, on_a_gpu
+from torch import Tensor
+from torch.testing import assert_close
+
+from firth.models.kernels import decode_attention as attention_module
+from firth.models.kernels import decode_linear as linear_module
+from firth.models.kernels.decode_attention import decode_attention, decode_attention_reference
+from firth.models.kernels.decode_linear import NormArgs, SplitHeads, decode_linear, decode_linear_reference
+
+DTYPES = [torch.float32] if INTERPRETED else [torch.float32, torch.bfloat16]  # the interpreter rounds down to bfloat16
+
+
+@pytest.fixture
+def kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Run the kernels whatever the device."""
+    monkeypatch.setattr(linear_module, "uses_decode_kernels", lambda x: True)
+    monkeypatch.setattr(attention_module, "uses_decode_kernels", lambda x: True)
+
+
+def numbers(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
+    return torch.randn(shape, device=DEVICE).to(dtype)
+
+
+def norm_args(kind: str, K: int, dtype: torch.dtype) -> NormArgs | None:
+    if kind == "none":
+        return None
+    bias = None if kind == "rms" else numbers(K, dtype=dtype)
+    return NormArgs(numbers(K, dtype=dtype), bias, 1e-5, kind == "rms")
+
+
+def assert_near(found: Tensor, wanted: Tensor, dtype: torch.dtype) -> None:
+    assert not found.isnan().any()
+    tolerance = 2e-5 if dtype == torch.float32 else 1e-2
+    assert (found.float() - wanted.float()).norm() <= tolerance * wanted.float().norm()
+
+
+CASES: dict[str, dict[str, Any]] = {
+    "plain": dict(norm="none"),
+    "layer norm, GELU": dict(norm="layer", activation="gelu-tanh", bias=True),
+    "RMSNorm, gated SiLU": dict(norm="rms", activation="silu", is_gated=True),
+    "layer norm, gated GELU with biases": dict(norm="layer", activation="gelu", is_gated=True, bias=True),
+    "residual": dict(norm="none", bias=True, residual=True),
+    "ReLU": dict(norm="rms", activation="relu"),
+    "head": dict(norm="layer", scale=0.125),
+}
+
+
+@pytest.mark.gpu
+@on_a_gpu
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("M", [1, 2, 40])
+@pytest.mark.parametrize("shape", [(96, 64), (50, 48), (33, 160)], ids=str)
+@pytest.mark.parametrize("case", CASES)
+def test_linear(case: str, shape: tuple[int, int], M: int, dtype: torch.dtype, kernels: None) -> None:
+    torch.manual_seed(0)
+    settings = CASES[case]
+    N, K = shape
+    rows = 2 * N if settings.get("is_gated") else N
+    x, weight = numbers(M, K, dtype=dtype) + 0.5, numbers(rows, K, dtype=dtype) / 8
+    arguments = (
+        weight,
+        numbers(rows, dtype=dtype) if settings.get("bias") else None,
+        norm_args(settings["norm"], K, dtype),
+        settings.get("activation"),
+        settings.get("is_gated", False),
+        numbers(M, N, dtype=dtype) if settings.get("residual") else None,
+        settings.get("scale", 1.0),
+        True,
+    )
+    found, found_normed = decode_linear(x, *arguments)
+    wanted, wanted_normed = decode_linear_reference(x, *arguments)
+    assert_near(found, wanted, dtype)
+    assert_near(found_normed, wanted_normed, dtype)
+
+
+@pytest.mark.gpu
+@on_a_gpu
+@pytest.mark.parametrize("M", [1, 3])
+def test_linear_combines_the_parts_of_attention(M: int, kernels: None) -> None:
+    torch.manual_seed(0)
+    parts = SplitHeads(numbers(4, M, 96), 3 * numbers(4, M, 3))
+    parts.lse[1] = -1e30  # a part without keys
+    weight, residual = numbers(40, 96), numbers(M, 40)
+    found, _ = decode_linear(parts, weight, residual_MN=residual)
+    assert_close(found, parts.combine(torch.float32) @ weight.T + residual, atol=1e-4, rtol=1e-4)
+
+
+ATTENTION: dict[str, dict[str, Any]] = {
+    "GPT-2": dict(H=3, G=3, d=16),
+    "grouped, RoPE": dict(H=6, G=2, d=32, rope=True),
+    "T5": dict(H=2, G=2, d=16, bias=True),
+    "window": dict(H=2, G=1, d=16, window=70, rope=True),
+    "odd head size": dict(H=2, G=2, d=24, bias=True),
+    "cross-attention": dict(H=2, G=2, d=16, is_cross=True),
+}
+
+
+@pytest.mark.gpu
+@on_a_gpu
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("parts", [1, 4])
+@pytest.mark.parametrize("name", ATTENTION)
+def test_attention(name: str, parts: int, dtype: torch.dtype, kernels: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    torch.manual_seed(0)
+    monkeypatch.setattr(attention_module, "num_key_parts", lambda *_: parts)
+    case, B, S = ATTENTION[name], 5, 320
+    H, G, d = case["H"], case["G"], case["d"]
+    is_cross = case.get("is_cross", False)
+    qkv = numbers(B, (H if is_cross else H + 2 * G) * d, dtype=dtype)
+    k, v = numbers(2, B, G, S, d, dtype=dtype)
+    position = torch.tensor([1 if is_cross else 0, 1, 64, 200, 319], device=DEVICE)
+    angle = torch.arange(S, device=DEVICE)[:, None] * torch.linspace(0.01, 1.0, d // 2, device=DEVICE)
+    rope = torch.cat([angle.cos(), angle.sin()], 1) if case.get("rope") else None
+    bias = numbers(H, S, dtype=dtype) if case.get("bias") else None
+    rest = (position, d**-0.5, rope, bias, case.get("window"), is_cross)
+    caches = [(k.clone(), v.clone()) for _ in range(2)]
+    found = decode_attention(qkv, *caches[0], *rest)
+    assert isinstance(found, SplitHeads) == (parts > 1)
+    if isinstance(found, SplitHeads):
+        found = found.combine(dtype)
+    assert_near(found, decode_attention_reference(qkv, *caches[1], *rest), dtype)
+    for ours, wanted in zip(*caches, strict=True):
+        assert_near(ours, wanted, dtype)
