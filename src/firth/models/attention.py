@@ -73,6 +73,7 @@ class AttentionSpec(NamedTuple):
     attentions: list[Tensor] | None = None  # collects attention weights (B, H, T, S) for inspection
     key_range: KeyRange | None = None  # the mask as integer ranges, where it has this form
     allow_fused: bool = True  # whether the fused kernel may be selected
+    first_values: Tensor | None = None  # (B, S, G x d) the first layer's values, where later layers add them
     update_cache: CacheUpdate | None = None  # stores new keys and values (B, G, T, d), returns all cached ones
 
     def at_positions(self, position_BK: Tensor, query_rope: Rope | None = None) -> AttentionSpec:
@@ -332,11 +333,16 @@ def repeat_heads(x_BGSd: Tensor, q_BHTd: Tensor) -> Tensor:
 
 
 class Attention(nn.Module):
-    """Multi-head self-attention, or cross-attention from `x` to `kv_states`."""
+    """Multi-head self-attention, or cross-attention from `x` to `kv_states`.
+
+    `gate` (H, D) multiplies the output of each head by 2 sigmoid(gate x), from the input x of the layer (Qiu et al.
+    2025): a head can leave a token alone. `value_mix` (a, b) makes the values a v + b v_1, with those of the first
+    layer (Zhou et al. 2024): deep layers keep access to the tokens. Both start neutral, as plain attention.
+    """
 
     allow_fused = True  # whether the fused kernel may be selected
 
-    def __init__(self, config: ModelConfig, is_cross: bool = False) -> None:
+    def __init__(self, config: ModelConfig, is_cross: bool = False, is_first: bool = False) -> None:
         super().__init__()
         self.num_heads, self.kv_heads, self.head_size = config.num_heads, config.kv_heads, config.head_size
         inner, self.qkv_sizes = self.num_heads * self.head_size, self.projection_sizes(config)
@@ -345,6 +351,9 @@ class Attention(nn.Module):
         self.qv_bias = nn.Parameter(torch.zeros(self.qkv_sizes[0] + self.qkv_sizes[2])) if has_qv_bias else None
         self.out = nn.Linear(inner, config.dim, bias=config.has_query_bias)
         self.score = None if is_cross else make_relative_score(config)
+        has_gate, mixes_values = config.attention_gate and not is_cross, config.value_residual and not is_cross
+        self.gate = nn.Parameter(torch.zeros(self.num_heads, config.dim)) if has_gate else None
+        self.value_mix = nn.Parameter(torch.tensor([1.0, 0.0])) if mixes_values and not is_first else None
         self.dropout = config.attention_dropout
         num_terms = 3 if isinstance(self.score, DisentangledScore) else 1  # terms of a score (DeBERTa, section 3.1)
         # T5 folds 1/sqrt(d) into the initialisation of the query projection
@@ -364,13 +373,23 @@ class Attention(nn.Module):
     def head_outputs(
         self, x_BTD: Tensor, spec: AttentionSpec, kv_states_BSD: Tensor | KeyValues | None = None
     ) -> Tensor:
-        """Return the attention-weighted values (B, T, H x d), before the output projection.
+        """Return the attention-weighted values (B, T, H x d), gated, before the output projection."""
+        y = self.weighted_values(x_BTD, spec, kv_states_BSD)
+        if self.gate is None:
+            return y
+        gate_BTH = 2 * torch.sigmoid(F.linear(x_BTD, self.gate))
+        return (y.unflatten(-1, (self.num_heads, -1)) * gate_BTH.to(y.dtype)[..., None]).flatten(-2)
+
+    def weighted_values(
+        self, x_BTD: Tensor, spec: AttentionSpec, kv_states_BSD: Tensor | KeyValues | None = None
+    ) -> Tensor:
+        """Return the attention-weighted values (B, T, H x d).
 
         The fused kernel reads queries, keys and values from the one tensor that `qkv` wrote, and writes their
         gradients into one tensor: neither is split or concatenated.
         """
         dropout, spec = self.dropout if self.training else 0.0, spec._replace(allow_fused=self.allow_fused)
-        can_pack = self.score is None and self.kv_heads == self.num_heads
+        can_pack = self.score is None and self.kv_heads == self.num_heads and self.value_mix is None
         if kv_states_BSD is None:
             qkv = self.project_rows(x_BTD)
             heads = self.split_heads(qkv)
@@ -392,6 +411,9 @@ class Attention(nn.Module):
             ):
                 return fused_qkv_attention(q, kv, self.num_heads, *spec.kernel_args(q.dtype, dropout, self.scale))
             k, v = kv.split(self.qkv_sizes[1:], -1)
+        if self.value_mix is not None:
+            assert spec.first_values is not None, "the stack sets it"
+            v = self.value_mix[0] * v + self.value_mix[1] * spec.first_values
         if spec.rope is not None:
             q, k = (spec.query_rope or spec.rope)(q), spec.rope(k)
         q, k, v = (self.split_heads(part) for part in (q, k, v))
@@ -403,6 +425,10 @@ class Attention(nn.Module):
             k, v = repeat_heads(k, q), repeat_heads(v, q)
             y = relative_attention(self.score(q, k, spec, self.project_qk), k, v, spec, dropout, self.scale)
         return y.transpose(1, 2).flatten(2)
+
+    def project_values(self, x_BTD: Tensor) -> Tensor:
+        """Return the values (B, T, G x d)."""
+        return self.project_rows(x_BTD, sum(self.qkv_sizes[:2]))
 
     def project_kv(self, kv_states_BSD: Tensor) -> KeyValues:
         """Return the keys and values of another sequence."""

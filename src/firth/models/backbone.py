@@ -43,6 +43,9 @@ class Stack(nn.Module):
             for i in range(num_blocks)
         )
         self.final_norm = make_norm(config) if config.norm_first else None
+        # U-Net skips: weights of the outputs of blocks 0, 1, ... in the inputs of blocks n-1, n-2, ...
+        num_skips = max(num_layers - 1, 0) // 2 if config.unet_skips else 0
+        self.skip_weights = nn.Parameter(torch.zeros(num_skips)) if num_skips else None
         self.score = make_position_bias(config, is_causal)
         self.shared = make_relative_positions(config)
         self.convolution = ConvolutionLayer(config, config.convolution) if config.convolution is not None else None
@@ -82,10 +85,12 @@ class Stack(nn.Module):
             else AttentionSpec()
         )
         cross_spec = cross_spec._replace(attentions=cross_attentions)
-        layers = self.layers[:stop_layer]
+        global_spec, local_spec = self.with_first_values(x, (global_spec, local_spec))
+        layers, skips = self.layers[:stop_layer], list[Tensor]()
         for i, block in enumerate(layers):
             if all_hidden_states is not None:
                 all_hidden_states.append(x)
+            x = self.add_skip(i, x, skips)
             kv_states = self.memory.extend_states(i, x) if self.memory is not None else None
             spec = local_spec if self.is_local_layer(i) else global_spec
             if target_positions is not None and i == self.num_layers - 1:
@@ -98,6 +103,7 @@ class Stack(nn.Module):
                 spec = spec.at_positions(positions, rope)
             is_read_once = i + 1 < len(layers) and all_hidden_states is None
             x = self.run_block(block, x, spec, encoder_hidden_states, cross_spec, kv_states, is_read_once)
+            self.keep_skip(i, x, skips)
             if i == 0 and self.convolution is not None:
                 x = self.convolution(embedded, x, document_ids)
         x = x if target_positions is None else x[:, : target_positions.shape[1]]
@@ -105,6 +111,26 @@ class Stack(nn.Module):
         if all_hidden_states is not None:
             all_hidden_states.append(x)
         return x
+
+    def with_first_values(self, x: Tensor, specs: tuple[AttentionSpec, ...]) -> tuple[AttentionSpec, ...]:
+        """Return the specs with the values that the first layer makes of `x`, where later layers add them."""
+        if not (self.config.value_residual and self.num_layers):
+            return specs
+        first = self.layers[0]
+        values = first.attention.project_values(first.attention_norm(x))
+        return tuple(spec._replace(first_values=values) for spec in specs)
+
+    def keep_skip(self, layer: int, x: Tensor, skips: list[Tensor]) -> None:
+        """Keep the output of a block that a later one reads."""
+        if self.skip_weights is not None and layer < len(self.skip_weights):
+            skips.append(x)
+
+    def add_skip(self, layer: int, x: Tensor, skips: list[Tensor]) -> Tensor:
+        """Return the input of a block: `x`, and the weighted output of its counterpart in the first half."""
+        counterpart = self.num_layers - 1 - layer
+        if self.skip_weights is None or counterpart >= len(self.skip_weights):
+            return x
+        return x + (self.skip_weights[counterpart] * skips[counterpart]).to(x.dtype)
 
     def can_compute_targets_only(self, target_positions: Tensor, T: int) -> bool:
         """Whether the last layer may compute only these positions; their queries still attend to all T.

@@ -77,7 +77,7 @@ class Block(nn.Module):
 
     def __init__(self, config: c.ModelConfig, has_cross_attention: bool = False, is_first: bool = False) -> None:
         super().__init__()
-        self.attention = Attention(config)
+        self.attention = Attention(config, is_first=is_first)
         self.attention_norm = nn.Identity() if is_first and config.skip_first_norm else make_norm(config)
         if has_cross_attention:
             self.cross = Attention(config, is_cross=True)

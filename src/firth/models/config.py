@@ -530,6 +530,10 @@ class ModelConfig:
     num_kv_heads: int | None = None  # grouped-query attention; default: num_heads
     window: SlidingWindow | None = None  # local attention in some layers
     convolution: ConvolutionConfig | None = None
+    # Each head's output times 2 sigmoid(w x), from the layer's input x; w starts at 0 (Qiu et al. 2025).
+    attention_gate: bool = False
+    value_residual: bool = False  # values a v + b v_1 with those of the first layer; a = 1, b = 0 (Zhou et al. 2024)
+    unet_skips: bool = False  # block n-1-i also reads the output of block i, times a weight that starts at 0
     bottleneck: BottleneckConfig | None = None  # blocks of another width than the states between them (MobileBERT)
     num_decoder_layers: int | None = None  # default: num_layers
     embed_dim: int | None = None  # width of the token embeddings (ALBERT, ELECTRA); default: dim
@@ -714,6 +718,7 @@ class ModelConfig:
                 if value is not None and value <= 0:
                     wrong.append(f"model.init.{name} is {value}, and must be more than 0")
         wrong += self.problems_of_head() + self.problems_of_recurrent() + self.problems_of_bottleneck()
+        wrong += self.problems_of_additions()
         if not wrong and self.head_dim is None and self.block_dim % self.num_heads:
             field = "model.dim" if self.bottleneck is None else "model.bottleneck.dim"
             wrong.append(f"{field}={self.block_dim} is not a multiple of model.num_heads={self.num_heads}")
@@ -789,6 +794,17 @@ class ModelConfig:
                 "model.head.extends_embeddings needs a tied head with transform, and model.embed_dim below dim"
             )
         return wrong
+
+    def problems_of_additions(self) -> list[str]:
+        """Return what attention gates, value residuals and U-Net skips do not support."""
+        names = [n for n in ("attention_gate", "value_residual", "unet_skips") if getattr(self, n)]
+        own = [e for e in self.extras if isinstance(e, QueryStream | MaskDecoder)]
+        is_plain = self.norm_first and self.recurrent is None and self.bottleneck is None and not own
+        if names and not (is_plain and self.num_shared == 1 and not self.share_stacks):
+            return [
+                f"model.{names[0]} is for pre-norm Transformers without shared layers, bottlenecks or extra streams"
+            ]
+        return []
 
     def problems_of_recurrent(self) -> list[str]:
         """Return what is wrong with the settings of LSTMs."""

@@ -22,7 +22,7 @@ def init_weights(model: nn.Module, config: ModelConfig) -> None:
         if p.ndim < 2:
             if name.endswith("bias") and not isinstance(init, UniformInit):
                 p.zero_()
-        elif name.endswith("generator.delta.weight"):
+        elif name.endswith(("generator.delta.weight", "attention.gate")):
             p.zero_()
         elif name.rpartition(".")[2].startswith(LSTM_WEIGHT_PREFIXES):
             continue  # torch's initialisation, by their own width

@@ -136,10 +136,13 @@ class KVCache:
     def run_blocks(
         self, x: Tensor, specs: tuple[AttentionSpec, AttentionSpec], cache_updates: Sequence[CacheUpdate]
     ) -> Tensor:
-        x = self.stack.cast_input(x)
+        x, skips = self.stack.cast_input(x), list[Tensor]()
+        specs_with_values = self.stack.with_first_values(x, specs)
         for i, (block, update) in enumerate(zip(self.stack.layers, cache_updates, strict=True)):
-            spec = specs[self.stack.is_local_layer(i)]
+            spec = specs_with_values[self.stack.is_local_layer(i)]
+            x = self.stack.add_skip(i, x, skips)
             x = block(x, spec._replace(update_cache=update), self.cross_kv[i], self.cross_spec)
+            self.stack.keep_skip(i, x, skips)
         return self.stack.apply_final_norm(x)
 
     def decode_specs(self, x_B1D: Tensor) -> tuple[AttentionSpec, AttentionSpec]:

@@ -462,6 +462,10 @@ class Recipe(TrainingConfig):
         model = self.model
         if self.parallel == "fsdp" and (model.recurrent is not None or self.teacher or self.memory):
             raise UserError("--parallel fsdp does not support LSTMs, a teacher or a memory: use --parallel ddp.")
+        if self.parallel == "fsdp" and model.value_residual:
+            raise UserError(
+                "--parallel fsdp gathers one block at a time, and model.value_residual reads two: use --parallel ddp."
+            )
         if self.parallel == "fsdp" and (model.share_stacks or model.num_shared > 1):
             raise UserError("--parallel fsdp does not support layers that share weights: use --parallel ddp.")
 
