@@ -1327,6 +1327,15 @@ def compare(
     return compare_contexts(word, list(texts), sources, layer, Corpus(among).texts() if among else (), top)
 
 
+def serve(checkpoints: str | Path | Sequence[str | Path], **settings: Any) -> None:
+    """Answer requests over HTTP until Ctrl-C. `settings` are fields of `firth.serve.config.ServeConfig`: port=8080."""
+    from firth.serve.config import ServeConfig
+    from firth.serve.server import serve as serve_checkpoints
+
+    given = [checkpoints] if isinstance(checkpoints, str | Path) else checkpoints
+    serve_checkpoints([str(checkpoint) for checkpoint in given], ServeConfig(**settings))
+
+
 def export(
     checkpoint: str | Path,
     output_dir: str | Path | None = None,

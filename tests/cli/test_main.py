@@ -33,6 +33,7 @@ TINY = ["model.num_layers=1", "model.dim=32", "model.mlp.dim=64"]
 REPEATABLE = ("data", "ensemble", "with", "among", "stop", "target-text", "fit")
 REPEATABLE_ELSEWHERE = {"predict": {"data"}}  # names of options that this command takes once
 REPEATABLE_BY_NAME = ("task", "train", "dev", "prefix")  # of finetune: NAME=VALUE
+WITHOUT_JSON = ("chat", "serve")
 COMMANDS = sorted(command.name or command.callback.__name__ for command in app.registered_commands if command.callback)
 
 RUN_OPTIONS = (  # the promised ones
@@ -426,11 +427,11 @@ def test_help_fits_on_two_screens(command: str, firth: Firth) -> None:
     lines = done.out.splitlines()
     assert len(lines) <= 70
     assert max(map(len, lines)) <= 80
-    assert ("--json" in done.out) == (command != "chat")
+    assert ("--json" in done.out) == (command not in WITHOUT_JSON)
     assert "Examples:" in done.out or command == "models"
     titles = [line for line in lines if re.fullmatch(r"[A-Z].*:", line)]
     assert titles[1:2] == ["Required:"] or command in ("quickstart", "models")
-    assert firth(command, "--help-all").out.count("--json") >= (command != "chat")
+    assert firth(command, "--help-all").out.count("--json") >= (command not in WITHOUT_JSON)
 
 
 @pytest.mark.parametrize("command", ["pretrain", "finetune"])

@@ -25,6 +25,7 @@ from firth.cli import render
 from firth.core.console import format_count, print_error, print_text, say, set_quiet, show_table, stderr_console, track
 from firth.core.errors import MAX_REASON_CHARS, Interrupted, UserError, shorten
 from firth.generate.config import GenerationConfig
+from firth.serve.config import ServeConfig
 from firth.tasks import FinetuneRecipe
 from firth.train import Recipe, read_yaml_mapping
 
@@ -571,6 +572,26 @@ def embed(
         render.print_vectors(given, vectors, result.get("similarity"))
     if path is not None:
         say(f"{path}: {format_count(len(given), 'vector')} of {vectors.shape[1]} numbers.")
+
+
+@command(
+    opt.ServeOptions,
+    ServeConfig,
+    "host port api_key_file max_batch_size max_queue max_body_bytes max_input_tokens max_output_tokens timeout_s",
+    examples="""
+firth serve run/final
+firth serve topics/final chat=assistant/final --port 8080
+firth serve run/final --host 0.0.0.0 --api-key-file keys.txt
+""",
+)
+def serve(checkpoint: list[str], **settings: Any) -> None:
+    """Answer requests over HTTP: OpenAI's API, and /fill, /classify, /tag, /answer, /generate, /tokenize, /attention.
+
+    Requests that arrive together are computed together. Ctrl-C or SIGTERM ends; running requests end first.
+    """
+    from firth import api
+
+    api.serve(checkpoint, **settings)
 
 
 @command(

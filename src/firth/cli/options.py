@@ -807,6 +807,16 @@ class EmbedOptions(OutputOptions):
 
 
 @dataclass(kw_only=True)
+class ServeOptions:
+    checkpoint: list[str] = option(
+        ...,
+        "Checkpoint folders. NAME=FOLDER names a model; else it has the name of its run.",
+        "CHECKPOINT...",
+        argument=True,
+    )
+
+
+@dataclass(kw_only=True)
 class ExportOptions(OutputOptions):
     checkpoint: str = option(..., "A checkpoint folder; for word vectors also a file of them.", argument=True)
     output_dir: str | None = option(None, "Write to this folder; not needed with --check.", "FOLDER", required=True)

@@ -50,13 +50,20 @@ SCORE_DIGITS = 6
 class Predictor:
     """A fine-tuned checkpoint, loaded once, that predicts for new inputs.
 
-    `task` selects one of several tasks of a checkpoint. `batch_size` inputs are computed together.
+    `task` selects one of several tasks of a checkpoint. `batch_size` inputs are computed together. `metadata` is the
+    content of task.json, for a model that is already loaded.
     """
 
-    def __init__(self, checkpoint: str | Path | Model, task: str = "", batch_size: int = 32) -> None:
+    def __init__(
+        self,
+        checkpoint: str | Path | Model,
+        task: str = "",
+        batch_size: int = 32,
+        metadata: Mapping[str, Any] | None = None,
+    ) -> None:
         model = checkpoint if isinstance(checkpoint, Model) else load_model(checkpoint)
         name = "This model" if isinstance(checkpoint, Model) else str(checkpoint)
-        facts = {} if isinstance(checkpoint, Model) else read_task_file(Path(checkpoint))
+        facts = metadata or ({} if isinstance(checkpoint, Model) else read_task_file(Path(checkpoint)))
         facts = facts or head_metadata(model.config, name)
         self.facts = select_task(facts, task, name)
         if model.tokenizer is None:

@@ -8,7 +8,7 @@ from firth.core.lazy import make_lazy
 
 if TYPE_CHECKING:
     from firth.generate.config import GenerationConfig
-    from firth.generate.fill import Blank, Guess, fill
+    from firth.generate.fill import Blank, Guess, fill, fill_texts
     from firth.generate.loop import GeneratedSequence, generate_ids, generate_sequences
     from firth.generate.text import generate, generate_results, stream_text
 
@@ -18,6 +18,7 @@ __all__ = [
     "GenerationConfig",
     "Guess",
     "fill",
+    "fill_texts",
     "generate",
     "generate_ids",
     "generate_results",

@@ -4,15 +4,16 @@ An encoder predicts all masked positions in one forward pass, independently of e
 each blank, and generates sentinel and span in turn (Raffel et al. 2019, section 3.1.4). BART reconstructs the whole
 text: the known parts are forced, and the spans between them are generated greedily.
 
-K blanks, V vocabulary.
+B texts, K blanks, V vocabulary.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from typing import NamedTuple
 
+import numpy as np
 import torch
 
 from firth.core.errors import UserError
@@ -22,6 +23,7 @@ from firth.generate.decode_state import (
     drop_padded_vocab,
     eval_mode,
     make_next_logits_fn,
+    pad_right,
     require_tokenizer,
 )
 from firth.models import EncoderDecoder, Model, make_sequence_template
@@ -49,10 +51,12 @@ def fill(model: Model, text: str, top: int = 5) -> list[Blank]:
     encoder-decoder, or a decoder that was trained to denoise, generates one span per blank, with its probability given
     the spans before it.
     """
-    mask = require_tokenizer(model).special_tokens.get("mask")
-    parts = re.split("|".join([r"\[MASK\]", "<mask>", "___+", *([re.escape(mask)] if mask else [])]), text)
-    if len(parts) == 1:
-        raise UserError("The text has no blank. Write one as ___ or [MASK]: 'The ___ is red.'")
+    return fill_texts(model, [text], top)[0]
+
+
+def fill_texts(model: Model, texts: Sequence[str], top: int = 5) -> list[list[Blank]]:
+    """Return the blanks of each text. An encoder reads all texts in one batch."""
+    parts_per_text = [split_at_blanks(model, text) for text in texts]
     if top < 1:
         raise UserError(f"top is {top}; it must be at least 1.")
     fills = model.config.has_sentinel_prompt or model.config.predicts_next_token
@@ -63,14 +67,24 @@ def fill(model: Model, text: str, top: int = 5) -> list[Blank]:
     check_has_lm_head(model.config)
     with eval_mode(model), torch.no_grad():
         if model.config.has_sentinel_prompt:
-            return fill_sentinel_spans(model, parts)
+            return [fill_sentinel_spans(model, parts) for parts in parts_per_text]
         if not isinstance(model, EncoderDecoder):
-            return fill_masked_words(model, parts, top)
-        return fill_by_reconstruction(model, parts) if model.config.adds_bos else fill_sentinel_spans(model, parts)
+            return fill_masked_words(model, parts_per_text, top)
+        fill_spans = fill_by_reconstruction if model.config.adds_bos else fill_sentinel_spans
+        return [fill_spans(model, parts) for parts in parts_per_text]
 
 
-def fill_masked_words(model: Model, parts: list[str], top: int) -> list[Blank]:
-    """Predict the masked words between the parts in one forward pass.
+def split_at_blanks(model: Model, text: str) -> list[str]:
+    """Return the known parts of a text."""
+    mask = require_tokenizer(model).special_tokens.get("mask")
+    parts = re.split("|".join([r"\[MASK\]", "<mask>", "___+", *([re.escape(mask)] if mask else [])]), text)
+    if len(parts) == 1:
+        raise UserError("The text has no blank. Write one as ___ or [MASK]: 'The ___ is red.'")
+    return parts
+
+
+def fill_masked_words(model: Model, parts_per_text: Sequence[list[str]], top: int) -> list[list[Blank]]:
+    """Predict the masked words between the parts of each text in one forward pass.
 
     Masked next-token prediction has the logits of a masked word at the position before it.
     """
@@ -79,23 +93,30 @@ def fill_masked_words(model: Model, parts: list[str], top: int) -> list[Blank]:
     if vocab.mask is None or ((vocab.cls is None or vocab.sep is None) and not is_decoder):
         raise UserError("The tokenizer lacks a mask, [CLS] or [SEP] token, which filling blanks needs.")
     template = make_sequence_template(model.config, vocab)
-    ids, token_types = template.apply(
-        tokenizer.encode(tokenizer.special_tokens["mask"].join(parts), parse_special=True)
-    )
-    model.check_length(len(ids))
-    tokens, types = torch.tensor([[ids], [token_types]], device=model.embed.tokens.weight.device)
+    mask_token = tokenizer.special_tokens["mask"]
+    rows = [template.apply(tokenizer.encode(mask_token.join(parts), parse_special=True)) for parts in parts_per_text]
+    model.check_length(max(len(ids) for ids, _ in rows))
+    input_ids, document_ids = pad_right([ids for ids, _ in rows], vocab.pad)
+    masked = [[i for i, token in enumerate(ids) if token == vocab.mask] for ids, _ in rows]
+    most = max(map(len, masked))
     batch = Batch(
-        tokens,
-        token_type_ids=None if template.last_token_type is None else types,  # XLNet always reads segments
-        attention_rank=torch.zeros_like(tokens) if is_decoder else None,  # attention to all tokens
-        target_positions=(tokens == vocab.mask).nonzero()[None, :, 1] - int(config.predicts_next_token),
-    )
-    p_KV = drop_padded_vocab(model, model.logits(batch)[0]).softmax(-1)
-    p_KV[:, list(vocab.special_ids)] = 0  # a candidate is a word, not a special token
-    best = p_KV.topk(min(top, vocab.size - len(vocab.special_ids)))
+        input_ids,
+        document_ids=document_ids if len(rows) > 1 else None,
+        # XLNet always reads segments
+        token_type_ids=None if template.last_token_type is None else pad_right([types for _, types in rows], 0)[0],
+        attention_rank=np.zeros_like(input_ids) if is_decoder else None,  # attention to all tokens
+        target_positions=np.array([[*at, *[at[0]] * (most - len(at))] for at in masked])
+        - int(config.predicts_next_token),
+    ).to(model.embed.tokens.weight.device)
+    p_BKV = drop_padded_vocab(model, model.logits(batch)).softmax(-1)
+    p_BKV[..., list(vocab.special_ids)] = 0  # a candidate is a word, not a special token
+    best = p_BKV.topk(min(top, vocab.size - len(vocab.special_ids)))
     return [
-        Blank(tuple(Guess(tokenizer.decode([i]).strip(" "), p) for p, i in zip(*guesses, strict=True)))
-        for guesses in zip(best.values.tolist(), best.indices.tolist(), strict=True)
+        [
+            Blank(tuple(Guess(tokenizer.decode([i]).strip(" "), p) for p, i in zip(*guesses, strict=True)))
+            for guesses in list(zip(values, indices, strict=True))[: len(at)]
+        ]
+        for values, indices, at in zip(best.values.tolist(), best.indices.tolist(), masked, strict=True)
     ]
 
 

@@ -1,0 +1,98 @@
+"""Attention weights of a text, by layer and head.
+
+    weights = compute_attention(model, "The cat sleeps.")
+    weights.tokens                  # ["[CLS]", "the", "cat", "sleeps", ".", "[SEP]"]
+    weights.matrices["encoder"]     # (layers, heads, queries, keys): each row sums to 1
+
+An encoder-decoder has three kinds: the encoder's own, the decoder's own, and those of the decoder over the encoder's
+tokens. The last two need a target text.
+
+L layers, H heads, T queries, S keys.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+import torch
+
+from firth.core.errors import UserError
+from firth.generate.decode_state import eval_mode, require_tokenizer
+from firth.models import EncoderDecoder, Model, make_sequence_template
+
+MAX_ATTENTION_WEIGHTS = 2_000_000  # of one answer: 12 layers of 12 heads over 117 tokens
+
+
+class AttentionWeights(NamedTuple):
+    """Tokens of the text and of the target, the layers and heads that were asked for, and (L, H, T, S) by kind."""
+
+    tokens: list[str]
+    target_tokens: list[str]
+    layers: list[int]
+    heads: list[int]
+    matrices: dict[str, np.ndarray]
+
+
+@torch.no_grad()
+def compute_attention(
+    model: Model,
+    text: str,
+    target: str = "",
+    layers: Sequence[int] | None = None,
+    heads: Sequence[int] | None = None,
+) -> AttentionWeights:
+    """Return the attention weights of a text with its special tokens; `layers` and `heads` select some of them."""
+    config, tokenizer = model.config, require_tokenizer(model)
+    if config.recurrent is not None or not config.num_layers:
+        raise UserError("This model has no attention.")
+    if target and not isinstance(model, EncoderDecoder):
+        raise UserError("A target text is for encoder-decoders.")
+    num_layers = max(config.num_layers, config.decoder_layers if isinstance(model, EncoderDecoder) else 0)
+    layers = select_indices("layer", layers, num_layers)
+    heads = select_indices("head", heads, config.num_heads)
+    template = make_sequence_template(config, tokenizer.vocab)
+    ids, target_ids = template.apply(tokenizer.encode(text))[0], []
+    if isinstance(model, EncoderDecoder):
+        target_ids = [template.decoder_start_id, *tokenizer.encode(target)]
+    else:
+        ids = ids if config.architecture == "encoder" else [*template.prefix_ids, *tokenizer.encode(text)]
+    if not ids:
+        raise UserError("The text has no token.")
+    longest = max(len(ids), len(target_ids))
+    if (num := len(layers) * len(heads) * longest**2) > MAX_ATTENTION_WEIGHTS:
+        raise UserError(
+            f"{len(layers)} layers of {len(heads)} heads over {longest} tokens are {num:,} weights, more than "
+            f"{MAX_ATTENTION_WEIGHTS:,}. Shorten the text, or choose layers and heads."
+        )
+    device = model.embed.tokens.weight.device
+    with eval_mode(model):
+        if isinstance(model, EncoderDecoder):
+            output = model(
+                torch.tensor([ids], device=device),
+                decoder_input_ids=torch.tensor([target_ids], device=device),
+                output_attentions=True,
+            )
+            found = {"encoder": output.encoder_attentions}
+            if target:
+                found |= {"decoder": output.attentions, "cross": output.cross_attentions}
+        else:
+            output = model(torch.tensor([ids], device=device), output_attentions=True)
+            found = {config.architecture: output.attentions}
+    selected = {
+        kind: np.stack([weights[i][0, heads].float().cpu().numpy() for i in layers if i < len(weights)])
+        for kind, weights in found.items()
+        if weights is not None  # a task head on the encoder has no decoder
+    }
+    tokens, target_tokens = (
+        [str(tokenizer.backend.id_to_token(i)) for i in row] for row in (ids, target_ids if target else ())
+    )
+    return AttentionWeights(tokens, target_tokens, layers, heads, selected)
+
+
+def select_indices(noun: str, given: Sequence[int] | None, count: int) -> list[int]:
+    """Return the given indices, or all of them."""
+    if wrong := [i for i in given or () if not 0 <= i < count]:
+        raise UserError(f"There is no {noun} {wrong[0]}: they are numbered from 0 to {count - 1}.")
+    return list(range(count) if given is None else given)

@@ -1,0 +1,117 @@
+"""A real server on a free port: OpenAI's own client, signals, and what `firth serve` prints."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from firth.cli.main import app
+from firth.core.errors import UserError
+from firth.serve.server import GRACE_S, listen
+
+KEY = "a-key-of-the-test"
+
+
+@contextmanager
+def running(*arguments: object) -> Iterator[tuple[subprocess.Popen[str], str]]:
+    """`firth serve` as a process, and its address."""
+    command = [sys.executable, "-m", "firth", "serve", *map(str, arguments), "--port", "0"]
+    process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env={**os.environ, "OMP_NUM_THREADS": "1"})
+    assert process.stderr is not None
+    try:
+        said = ""
+        while not (found := re.search(r"Serving on (\S+)", said)):
+            said += (line := process.stderr.readline())
+            assert line, said
+        yield process, found[1]
+    finally:
+        process.kill()
+        process.wait()
+
+
+def test_openais_client_and_a_stop_while_a_text_is_streamed(folders: dict[str, Path], tmp_path: Path) -> None:
+    openai = pytest.importorskip("openai")
+    keys = tmp_path / "keys"
+    keys.write_text(KEY)
+    arguments = [folders["gpt2"], folders["t5"], f"words={folders['bert']}", "--api-key-file", keys]
+    with running(*arguments) as (process, address):
+        client = openai.OpenAI(base_url=f"{address}/v1", api_key=KEY, max_retries=0)
+        assert [model.id for model in client.models.list()] == ["gpt2", "t5", "words"]
+        settings: dict[str, Any] = {"model": "gpt2", "temperature": 0, "max_tokens": 6}
+        whole = client.completions.create(prompt="the cat", **settings)
+        assert whole.usage.completion_tokens <= 6
+        parts = client.completions.create(prompt="the cat", stream=True, **settings)
+        assert "".join(part.choices[0].text for part in parts) == whole.choices[0].text
+        messages = [{"role": "user", "content": "the cat"}]
+        answer = client.chat.completions.create(messages=messages, extra_body={"repetition_penalty": 1.5}, **settings)
+        assert answer.choices[0].message.role == "assistant"
+        stream = client.chat.completions.create(messages=messages, stream=True, **settings)
+        assert [chunk.choices[0].finish_reason for chunk in stream][-1] in ("stop", "length")
+        vectors = client.embeddings.create(model="words", input=["the cat", "a river"])
+        assert [len(item.embedding) for item in vectors.data] == [32, 32]
+        with pytest.raises(openai.NotFoundError, match="There is no model"):
+            client.completions.create(model="gpt5", prompt="a")
+        with pytest.raises(openai.BadRequestError, match="maximum context length"):
+            client.completions.create(model="gpt2", prompt="cat " * 80)
+        with pytest.raises(openai.AuthenticationError):
+            client.with_options(api_key="another-key").models.list()
+
+        endless = client.completions.create(
+            model="t5", prompt="the cat", max_tokens=2000, extra_body={"min_new_tokens": 2000}, stream=True
+        )
+        next(endless)
+        process.send_signal(signal.SIGTERM)
+        start_s = time.monotonic()
+        next(endless)
+        with pytest.raises(openai.InternalServerError, match="The server is stopping"):
+            client.models.list()
+        with pytest.raises(openai.APIError, match="The server is stopping"):
+            list(endless)  # goes on for a few seconds
+        assert time.monotonic() - start_s < GRACE_S + 2
+        assert process.wait(10) == 0
+        assert process.stderr is not None
+        assert process.stderr.read().splitlines()[-1] == "stopped"
+
+
+@pytest.mark.slow
+def test_ctrl_c_ends_an_idle_server_at_once(folders: dict[str, Path]) -> None:
+    with running(folders["bert"]) as (process, _):
+        process.send_signal(signal.SIGINT)
+        assert process.wait(10) == 0
+
+
+def test_a_port_in_use_is_named() -> None:
+    with listen("127.0.0.1", 0) as taken:
+        taken.listen()
+        with pytest.raises(UserError, match=r"Cannot listen on 127.0.0.1:\d+ \(Address already in use\). Set another"):
+            listen("127.0.0.1", taken.getsockname()[1])
+    with pytest.raises(UserError, match="not an address"):
+        listen("no such host", 0)
+
+
+def test_without_fastapi_the_command_names_the_package(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "fastapi", None)
+    with pytest.raises(UserError, match=r"pip install 'firth\[web\]'"):
+        app(["serve", "nothing"], standalone_mode=False)
+
+
+@pytest.mark.slow
+def test_no_request_that_the_schema_allows_fails(folders: dict[str, Path]) -> None:
+    schemathesis = pytest.importorskip("schemathesis")
+    del schemathesis
+    names = [f"{name}={folders[name]}" for name in folders]
+    with running(*names) as (_, address):
+        command = [sys.executable, "-m", "schemathesis.cli", "run", f"{address}/openapi.json", "--max-examples", "40"]
+        checks = "not_a_server_error,status_code_conformance,content_type_conformance,response_schema_conformance"
+        found = subprocess.run([*command, "--checks", checks, "--workers", "2"], capture_output=True, text=True)
+    assert found.returncode == 0, found.stdout[-8000:] + found.stderr[-2000:]
