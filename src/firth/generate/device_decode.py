@@ -45,6 +45,7 @@ from firth.generate.sampling import (
 from firth.models import Encoder, EncoderDecoder, ForcedTokens, Model, Stack
 from firth.models.fused_decode import FusedDecode, can_fuse_decode, fused_logits
 from firth.models.heads import LMHeadModule
+from firth.models.kernels.decode_choice import RowState, argmax_parts, record_tokens
 from firth.tokens import TokenIds
 
 STEPS_PER_CHECK = 16  # steps that are replayed before the host looks for ended sequences
@@ -140,13 +141,12 @@ class DeviceDecode:
         self.max_new_tokens = max_new_tokens
         B, device = num_slots, self.device
         self.logits_BV = model.embed.tokens.weight.new_zeros(B, self.vocab_size)
-        self.row_B1 = torch.arange(B, device=device)[:, None]
         # + 1: a slot whose sequence is over still writes, behind its last token
         self.token_BL = torch.zeros(B, max_new_tokens + 1, dtype=torch.long, device=device)
         self.uniform_BL = torch.zeros(B, max_new_tokens + 1, device=device)
         self.logprob_BL = torch.zeros(B, max_new_tokens + 1, device=device)
         self.count_B = torch.zeros(B, dtype=torch.long, device=device)  # new tokens
-        self.budget_B = torch.zeros_like(self.count_B)
+        self.budget_B, self.prompt_length_B = torch.zeros_like(self.count_B), torch.zeros_like(self.count_B)
         self.done_B = torch.ones(B, dtype=torch.bool, device=device)
         self.ended_B = torch.zeros_like(self.done_B)
         self.seen_BV = (
@@ -180,7 +180,9 @@ class DeviceDecode:
         state = CachedDecode(self.model, unique, 0)
         logits_UV = state.prefill()
         slot_S, which_S = (torch.tensor(x, device=self.device) for x in (slots, which))
-        self.fused.fill(slot_S, which_S, state.cache, list(map(len, state.decoder_prompts)), list(map(len, unique)))
+        lengths = list(map(len, state.decoder_prompts))
+        self.fused.fill(slot_S, which_S, state.cache, lengths, list(map(len, unique)))
+        self.prompt_length_B[slot_S] = torch.tensor(lengths, device=self.device)[which_S]
         self.logits_BV[slot_S] = logits_UV[which_S].to(self.logits_BV.dtype)
         self.count_B[slot_S], self.done_B[slot_S], self.ended_B[slot_S] = 0, False, False
         self.budget_B[slot_S] = torch.tensor(budgets, device=self.device)
@@ -199,30 +201,49 @@ class DeviceDecode:
     def mutable_state(self) -> list[Tensor]:
         """The tensors that a step changes, apart from the cache beyond each row's length."""
         state = [self.logits_BV, self.token_BL, self.logprob_BL, self.count_B, self.done_B, self.ended_B]
-        return [*state, self.fused.length_B, *([] if self.seen_BV is None else [self.seen_BV])]
+        return [*state, self.fused.position_B, *([] if self.seen_BV is None else [self.seen_BV])]
 
     def step(self) -> None:
         """Choose a token from the logits of each slot, record it, and compute the logits after it."""
-        token_B = self.choose()
-        self.record(token_B)
-        self.logits_BV.copy_(self.forward(token_B))
-        self.fused.length_B += ~self.done_B
+        value_BC, token_BC = self.choose()
+        at_B1 = self.count_B.clone()[:, None] if self.settings.keeps_logprobs else None
+        token_B = record_tokens(value_BC, token_BC, self.row_state())
+        if at_B1 is not None:
+            logprob_B1 = self.logits_BV.float().log_softmax(-1).gather(1, token_B[:, None])
+            self.logprob_BL.scatter_(1, at_B1, logprob_B1)
+        if self.seen_BV is not None:
+            self.seen_BV.scatter_(1, token_B[:, None], True)
+        self.forward(token_B)
 
-    def choose(self) -> Tensor:
-        """(B,): the likeliest token, or a sample."""
-        scores_BV, settings = self.process(self.logits_BV.float()), self.settings
+    def row_state(self) -> RowState:
+        return RowState(
+            self.token_BL,
+            self.count_B,
+            self.budget_B,
+            self.done_B,
+            self.ended_B,
+            self.prompt_length_B,
+            self.fused.position_B,
+            self.eos_E,
+        )
+
+    def choose(self) -> tuple[Tensor, Tensor]:
+        """Return candidates (B, C) and their values. The best is the likeliest token, or the only one is a sample."""
+        settings = self.settings
         if settings.temperature == 0:
-            return scores_BV.argmax(-1)
+            return argmax_parts(self.process(self.logits_BV))
         config = GenerationConfig(
             temperature=settings.temperature, top_k=settings.top_k, top_p=settings.top_p, min_p=settings.min_p
         )
-        return sample_from_uniform(warp_logits(scores_BV, config), self.uniform_BL.gather(1, self.count_B[:, None]))
+        scores_BV = warp_logits(self.process(self.logits_BV.float()), config)
+        token_B1 = sample_from_uniform(scores_BV, self.uniform_BL.gather(1, self.count_B[:, None]))[:, None]
+        return torch.zeros_like(token_B1, dtype=torch.float32), token_B1
 
     def process(self, scores_BV: Tensor) -> Tensor:
         """`LogitsProcessor.process`, with the number of new tokens of each slot on the device."""
         settings, count_B1 = self.settings, self.count_B[:, None]
         if self.seen_BV is not None:
-            scores_BV = apply_repetition_penalty(scores_BV, self.seen_BV, settings.repetition_penalty)
+            scores_BV = apply_repetition_penalty(scores_BV.float(), self.seen_BV, settings.repetition_penalty)
         if settings.min_new_tokens:
             without_eos_BV = scores_BV.index_fill(1, self.eos_E, NEG_INF)
             scores_BV = torch.where(count_B1 < settings.min_new_tokens, without_eos_BV, scores_BV)
@@ -233,29 +254,16 @@ class DeviceDecode:
             scores_BV = torch.where(is_last_B1, force_token(scores_BV, settings.forced.eos), scores_BV)
         return scores_BV
 
-    def record(self, token_B: Tensor) -> None:
-        at_B1 = self.count_B[:, None]
-        self.token_BL.scatter_(1, at_B1, token_B[:, None])
-        if self.settings.keeps_logprobs:
-            logprob_B1 = self.logits_BV.float().log_softmax(-1).gather(1, token_B[:, None])
-            self.logprob_BL.scatter_(1, at_B1, logprob_B1)
-        if self.seen_BV is not None:
-            self.seen_BV.scatter_(1, token_B[:, None], True)
-        is_eos_B = (token_B[:, None] == self.eos_E).any(-1)
-        self.ended_B |= is_eos_B & ~self.done_B
-        self.count_B += ~self.done_B
-        self.done_B |= is_eos_B | (self.count_B >= self.budget_B)
-
-    def forward(self, token_B: Tensor) -> Tensor:
-        """Return the logits (B, V) after one more token in each slot."""
-        position_B, max_length = self.fused.length_B, self.model.config.max_length
+    def forward(self, token_B: Tensor) -> None:
+        """Compute the logits after one more token in each slot."""
+        position_B, max_length = self.fused.position_B, self.model.config.max_length
         if max_length is not None:
             position_B = position_B.clamp(max=max_length - 1)  # slots that are done may be beyond it
         position_embedding = self.model.decoder_embed if isinstance(self.model, EncoderDecoder) else None
         x_B1D = self.model.embed(token_B[:, None], position_B[:, None], position_embedding=position_embedding)
         x_BD, due = self.fused.decode_step(x_B1D[:, 0])
         assert isinstance(self.model.head, LMHeadModule)
-        return fused_logits(x_BD, due, self.model.head, self.model.embed.tokens.weight, self.vocab_size)
+        fused_logits(x_BD, due, self.model.head, self.model.embed.tokens.weight, self.logits_BV)
 
     def grow(self, capacity: int) -> None:
         """Give the KV cache this capacity. It gets new addresses, so that the graph must be captured again."""
@@ -263,7 +271,7 @@ class DeviceDecode:
         self.fused = FusedDecode(old.stack, self.num_slots, capacity, old.source_capacity)
         self.fused.k[:, :, :, : old.capacity], self.fused.v[:, :, :, : old.capacity] = old.k, old.v
         self.fused.source_k, self.fused.source_v = old.source_k, old.source_v
-        self.fused.length_B, self.fused.source_length_B = old.length_B, old.source_length_B
+        self.fused.position_B, self.fused.source_length_B = old.position_B, old.source_length_B
         self.graph = None
 
 

@@ -73,8 +73,7 @@ def attentions_of(block: Block) -> list[Attention]:
 class FusedDecode:
     """A stack with its KV cache of fixed capacity: `fill` stores prompts, `decode_step` computes one token per row.
 
-    `length_B` is the number of tokens in the cache of each row, and the position of its next token. The caller
-    advances it.
+    The caller sets `position_B`, the position of each row's new token, before each step.
     """
 
     def __init__(self, stack: Stack, num_rows: int, capacity: int, source_capacity: int = 0) -> None:
@@ -85,8 +84,8 @@ class FusedDecode:
         self.k, self.v = weight.new_zeros(shape), weight.new_zeros(shape)
         source_shape = (*shape[:3], source_capacity, config.head_size)
         self.source_k, self.source_v = weight.new_zeros(source_shape), weight.new_zeros(source_shape)
-        self.length_B = torch.zeros(num_rows, dtype=torch.long, device=weight.device)
-        self.source_length_B = torch.ones_like(self.length_B)
+        self.position_B = torch.zeros(num_rows, dtype=torch.long, device=weight.device)
+        self.source_length_B = torch.ones_like(self.position_B)
         self.bias_HS = None if stack.score is None else stack.score(capacity, 1)[0, :, :, 0].contiguous()
         self.rope_tables = [self.make_rope_table(is_local) for is_local in (False, True)]
 
@@ -108,7 +107,6 @@ class FusedDecode:
         for i, layer in enumerate(cache.layers):
             self.k[i, row_N, :, :T] = layer.k[prompt_N, :, :T]
             self.v[i, row_N, :, :T] = layer.v[prompt_N, :, :T]
-        self.length_B[row_N] = torch.tensor(lengths, device=row_N.device)[prompt_N]
         for i, kv in enumerate(cache.cross_kv):
             if kv is not None:
                 U = kv.k.shape[1]
@@ -131,7 +129,7 @@ class FusedDecode:
                 qkv,
                 self.k[i],
                 self.v[i],
-                self.length_B,
+                self.position_B,
                 block.attention.scale,
                 self.rope_tables[is_local],
                 self.bias_HS,
@@ -176,11 +174,11 @@ class FusedDecode:
         return x_BD, None if self.stack.config.norm_first else NormArgs.of(own_norm)
 
 
-def fused_logits(x_BD: Tensor, due: NormArgs | None, head: LMHeadModule, embedding: Tensor, vocab_size: int) -> Tensor:
-    """Return the logits (B, V) of the first `vocab_size` tokens."""
+def fused_logits(x_BD: Tensor, due: NormArgs | None, head: LMHeadModule, embedding: Tensor, logits_BV: Tensor) -> None:
+    """Write the logits of the first V tokens into `logits_BV`."""
+    V = logits_BV.shape[1]
     if head.dense is not None or head.extra_weight is not None:
-        logits: Tensor = head(x_BD if due is None else due(x_BD), embedding)
-        return logits[:, :vocab_size]
-    bias = None if head.bias is None else head.bias[:vocab_size]
-    weight_VD = head.projection_weight(embedding)[:vocab_size]
-    return decode_linear(x_BD, weight_VD, bias, due, scale=head.scale)[0]
+        logits_BV.copy_(head(x_BD if due is None else due(x_BD), embedding)[:, :V])
+        return
+    bias = None if head.bias is None else head.bias[:V]
+    decode_linear(x_BD, head.projection_weight(embedding)[:V], bias, due, scale=head.scale, out_MN=logits_BV)

@@ -11,8 +11,10 @@ from torch import Tensor
 from torch.testing import assert_close
 
 from firth.models.kernels import decode_attention as attention_module
+from firth.models.kernels import decode_choice as choice_module
 from firth.models.kernels import decode_linear as linear_module
 from firth.models.kernels.decode_attention import decode_attention, decode_attention_reference
+from firth.models.kernels.decode_choice import RowState, argmax_parts, record_reference, record_tokens
 from firth.models.kernels.decode_linear import NormArgs, SplitHeads, decode_linear, decode_linear_reference
 
 DTYPES = [torch.float32] if INTERPRETED else [torch.float32, torch.bfloat16]  # the interpreter rounds down to bfloat16
@@ -23,6 +25,7 @@ def kernels(monkeypatch: pytest.MonkeyPatch) -> None:
     """Run the kernels whatever the device."""
     monkeypatch.setattr(linear_module, "uses_decode_kernels", lambda x: True)
     monkeypatch.setattr(attention_module, "uses_decode_kernels", lambda x: True)
+    monkeypatch.setattr(choice_module, "uses_decode_kernels", lambda x: True)
 
 
 def numbers(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
@@ -129,3 +132,38 @@ def test_attention(name: str, parts: int, dtype: torch.dtype, kernels: None, mon
     assert_near(found, decode_attention_reference(qkv, *caches[1], *rest), dtype)
     for ours, wanted in zip(*caches, strict=True):
         assert_near(ours, wanted, dtype)
+
+
+@pytest.mark.gpu
+@on_a_gpu
+@pytest.mark.parametrize("shape", [(1, 3000), (3, 70), (5, 5000)], ids=str)
+@pytest.mark.parametrize("num_eos", [0, 2])
+def test_choice(shape: tuple[int, int], num_eos: int, kernels: None) -> None:
+    """Three tokens in a row: of equal scores the first; EOS and budgets end rows, and then nothing is counted."""
+    torch.manual_seed(0)
+    B, V = shape
+    eos = torch.tensor([7, 11][:num_eos], dtype=torch.long, device=DEVICE)
+    states = [
+        RowState(
+            torch.zeros(B, 5, dtype=torch.long, device=DEVICE),
+            torch.zeros(B, dtype=torch.long, device=DEVICE),
+            torch.tensor([4, 2, 4, 4, 1][:B], device=DEVICE),
+            torch.zeros(B, dtype=torch.bool, device=DEVICE),
+            torch.zeros(B, dtype=torch.bool, device=DEVICE),
+            torch.arange(B, device=DEVICE) + 3,
+            torch.zeros(B, dtype=torch.long, device=DEVICE),
+            eos,
+        )
+        for _ in range(2)
+    ]
+    for step in range(3):
+        scores = torch.randint(0, 50, (B, V), device=DEVICE).float()
+        if step == 1:
+            scores[0, 11] = 60.0
+        token = record_tokens(*argmax_parts(scores), states[0])
+        wanted = torch.tensor([row.index(max(row)) for row in scores.tolist()], device=DEVICE)
+        assert_close(token, wanted)
+        record_reference(wanted, states[1])
+        for found, expected in zip(*states, strict=True):
+            assert_close(found, expected)
+    assert states[0].ended[0] == bool(num_eos)

@@ -91,22 +91,25 @@ def decode_linear(
     residual_MN: Tensor | None = None,
     scale: float = 1.0,
     return_normed: bool = False,
+    out_MN: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Return `residual + activation(scale * norm(x) @ weight.T + bias)` (M, N), and norm(x) if `return_normed`, else x.
 
-    `is_gated`: the first half of the outputs are gates, `activation(gate) * value`, and N is half as large.
+    `is_gated`: the first half of the outputs are gates, `activation(gate) * value`, and N is half as large. `out_MN`
+    receives the result.
     """
     if isinstance(x, SplitHeads) and x.y.shape[1] > 1:
         x = x.combine(weight_NK.dtype)
     first = x.y if isinstance(x, SplitHeads) else x
     if triton is None or not uses_decode_kernels(first):
         x = x.combine(weight_NK.dtype) if isinstance(x, SplitHeads) else x
-        return decode_linear_reference(
+        y_MN, normed = decode_linear_reference(
             x, weight_NK, bias_N, norm, activation, is_gated, residual_MN, scale, return_normed
         )
+        return (y_MN if out_MN is None else out_MN.copy_(y_MN)), normed
     M, K = first.shape[-2:]
     N = len(weight_NK) // 2 if is_gated else len(weight_NK)
-    y_MN = torch.empty(M, N, dtype=weight_NK.dtype, device=weight_NK.device)
+    y_MN = torch.empty(M, N, dtype=weight_NK.dtype, device=weight_NK.device) if out_MN is None else out_MN
     normed = torch.empty_like(first) if return_normed and norm is not None else first
     tile = gemv_tile(N, K, is_gated) if M == 1 else matmul_tile(M, N, K)
     # Triton wants a tensor for every pointer: `first` stands for those that a kernel does not read.
