@@ -48,6 +48,7 @@ from firth.recipes import (
     default_objective,
     default_vocab_size,
     finetuning_defaults,
+    preference_defaults,
     pretraining_recipe,
     scale_rate_to_batch,
     tokenizer_kind,
@@ -993,6 +994,8 @@ def finetune(
         model_config = read_finetune_config(start)
         changes = merge_recipe_changes(config, options, overrides, {"checkpoint": str(start), **named})
         fields = finetuning_defaults(model_config, changes.get("optim"), lora=bool(changes.get("lora_rank")))
+        if task == "preference":
+            fields = preference_defaults(fields)
         if recipe is not None:
             fields = named_recipe(recipe, model_config, task if isinstance(task, str) else "text-to-text")
         plan, limit = apply_overrides(FinetuneRecipe(**fields), changes), model_config.max_length

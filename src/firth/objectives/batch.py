@@ -36,7 +36,8 @@ class Batch(NamedTuple):
     task_labels: Any = None  # by task (see below)
     char_ids: Any = None  # (B, T, 50)
     reset_state: Any = None  # (B,) True where a row starts a new stream and recurrent state is reset
-    group_ids: Any = None  # (B, K) question or pair that a text belongs to; -1 in unused slots
+    group_ids: Any = None  # (B, K) question, pair or answer that a text or a target belongs to; -1 in unused slots
+    reference_logps: Any = None  # (B, K) preference: log-likelihood of the target's answer under the reference
 
     # `task_labels` by task; a row holds several texts, and each text has a slot of `target_positions`:
     # classify, tag     (B, K) class; -100 in unused slots

@@ -1,6 +1,6 @@
 """Default recipes: functions that return the settings of a training run for a model."""
 
-from firth.recipes.finetuning import finetuning_defaults, named_finetuning_defaults
+from firth.recipes.finetuning import finetuning_defaults, named_finetuning_defaults, preference_defaults
 from firth.recipes.pretraining import (
     DEFAULT_TOKENIZERS,
     choose_batch,
@@ -23,6 +23,7 @@ __all__ = [
     "default_vocab_size",
     "finetuning_defaults",
     "named_finetuning_defaults",
+    "preference_defaults",
     "pretraining_recipe",
     "scale_rate_to_batch",
     "tokenizer_kind",

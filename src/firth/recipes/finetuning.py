@@ -45,6 +45,9 @@ ELMO_DEFAULTS: dict[str, Any] = {
     "bilstm": 128,
 }
 ADAFACTOR_RATE = 1e-2  # at width 128, relative to the weights; at width 1,024 it is near T5's 1e-3 (section 3.1.2)
+# A preference loss moves all answers of a prompt at once, and soon leaves fluent text: it is published with rates far
+# below those of supervised fine-tuning.
+PREFERENCE_RATE_FACTOR = 0.1
 FINETUNE_RECIPES = {"ulmfit": ULMFIT_DEFAULTS, "dai-le": DAI_LE_DEFAULTS, "elmo": ELMO_DEFAULTS}
 
 
@@ -67,6 +70,11 @@ def finetuning_defaults(model: ModelConfig, optim: str | None = None, lora: bool
     if model.recurrent is not None:
         return {"learning_rate": 1e-3}
     return {"learning_rate": float(f"{rate:.1e}")}
+
+
+def preference_defaults(fields: dict[str, Any]) -> dict[str, Any]:
+    """Return the fields of fine-tuning with the lower learning rate of preference tuning."""
+    return fields | {"learning_rate": float(f"{PREFERENCE_RATE_FACTOR * fields['learning_rate']:.1e}")}
 
 
 def named_finetuning_defaults(name: str, model: ModelConfig, task: str = "classify") -> dict[str, Any]:

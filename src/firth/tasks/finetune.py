@@ -50,6 +50,7 @@ from firth.objectives import Batch
 from firth.tasks.chat import template_uses_date
 from firth.tasks.embed import EmbeddingTask, select_positive_pairs, write_sentence_transformers_files
 from firth.tasks.multitask import MultiTask, make_mixed_sampler, mixing_rates, qualify_ids, split_by_task, task_of
+from firth.tasks.preference import PreferenceLoss, PreferenceTask, checksum_answers, list_answers, with_references
 from firth.tasks.recipe import TASK_FILE, FinetuneRecipe
 from firth.tasks.registry import LABEL_TASKS, make_task, make_task_without_examples
 from firth.tasks.results import (
@@ -90,6 +91,7 @@ from firth.train.pretrain import resolve_schedule, time_steps
 from firth.train.recipe import recipe_differences
 from firth.train.resources import ResourceEstimate, check_resources, estimate_resources
 from firth.train.resume import extend_skips, merge_recipe, read_results, rewind_checkpoints, truncate_log
+from firth.train.step_runner import LossFn
 
 DEFAULT_FINETUNE_EPOCHS = 3.0  # epochs per seed if the recipe sets no length
 MIN_DEFAULT_STEPS = 200  # lower bound of the default length in steps: small data need more epochs
@@ -111,6 +113,7 @@ FIXED_FINETUNE_FIELDS = (
     ),
     *("lora_rank", "lora_targets", "lm_loss_weight", "metric"),
 )
+REFERENCE_FILE = "reference.json"  # of preference tuning
 TEXT_ANSWER_FIELDS = ("prefix", "max_target_length", "num_beams", "length_penalty")  # options of generated answers
 EARLY_STOPPING_EVALUATIONS = 10  # per seed with early stopping. Override: --eval-steps
 # Steps per seed from which a GPU run compiles by default. An estimate: compiling three or four shapes takes one or two
@@ -165,6 +168,7 @@ def run_seeds(
         job = encode_finetune_data(
             recipe, task, data, choose_compute(resolve_compile_options(recipe, config, len(data.train))), folder
         )
+        job = with_reference_logps(job)
         if earlier is not None:
             recipe = merge_recipe(earlier, recipe, allow_change, FIXED_FINETUNE_FIELDS)
             recipe = check_example_checksums(recipe, data, allow_change)
@@ -380,6 +384,57 @@ def encode_finetune_data(
     return FinetuneJob(recipe, task, data, chosen, items, task.encode(data.dev), compute, folder, shapes)
 
 
+@dataclass(frozen=True)
+class ReferenceFile:
+    """reference.json: log-likelihoods of the answers under the checkpoint, and a checksum of the answers' tokens."""
+
+    checksum: str
+    logps: tuple[float, ...]
+
+
+def with_reference_logps(job: FinetuneJob) -> FinetuneJob:
+    """Return the job with the reference's log-likelihoods of all answers (preference tuning).
+
+    They are computed once, before training, and read again on resume.
+    """
+    task = job.task
+    if not isinstance(task, PreferenceTask) or not task.preference.needs_reference:
+        return job
+    train, dev = list(job.train_items.values()), list(job.dev_items)
+    answers, file = list_answers([*train, *dev]), job.folder / REFERENCE_FILE
+    checksum = checksum_answers(answers)
+    stored = read_results(file, ReferenceFile)
+    if stored is None or stored["checksum"] != checksum:
+        say(f"computing the log-likelihoods of {format_count(len(answers), 'answer')} under the checkpoint")
+        with quiet():
+            model = build_seed_model(job, 0).to(job.compute.device)
+        size = 2 * job.recipe.per_device_train_batch_size
+        logps = task.answer_logps(model, answers, job.compute, size).tolist()
+        write_json(file, {"checksum": checksum, "logps": logps})
+    else:
+        logps = stored["logps"]
+    items = with_references([*train, *dev], logps)
+    return replace(
+        job,
+        train_items=dict(zip(job.train_items, items[: len(train)], strict=True)),
+        dev_items=items[len(train) :],
+    )
+
+
+def make_loss_fn(
+    job: FinetuneJob, model: Model, items: Sequence[Any]
+) -> tuple[LossFn | None, Callable[[int], None] | None]:
+    """Return the loss of a task that has its own, and what it does before each step; None for `Model.losses`."""
+    task = job.task
+    if not isinstance(task, PreferenceTask):
+        return None, None
+    loss = PreferenceLoss(model, task.preference, job.compute.device)
+    if task.preference.loss != "kto":
+        return loss, None
+    mismatched = make_finetune_batch_fn(job.recipe, task, items, collate=task.collate_mismatched)
+    return loss, lambda step: loss.update_kl(mismatched(step), job.compute)
+
+
 def resolve_compile_options(recipe: FinetuneRecipe, config: ModelConfig, num_train_examples: int) -> FinetuneRecipe:
     """Return the recipe with `compile` and `engine.cuda_graphs` resolved; compile only long runs by default.
 
@@ -458,9 +513,17 @@ def resolve_seed_schedule(recipe: FinetuneRecipe, job: FinetuneJob, start_time: 
         with quiet():
             model = build_seed_model(job, 0)
         freeze_schedule = replace(recipe.freeze_schedule(len(items)), unfreeze_every=0)
+        loss_fn, _ = make_loss_fn(job, model, items)
         batches = ShapeCountingBatches(make_finetune_batch_fn(recipe, job.task, items), job.shape_buckets)
         step, evaluation = time_steps(
-            recipe, job.compute, model, batches, evaluate, freeze_schedule=freeze_schedule, threads=threads
+            recipe,
+            job.compute,
+            model,
+            batches,
+            evaluate,
+            loss_fn=loss_fn,
+            freeze_schedule=freeze_schedule,
+            threads=threads,
         )
         return step * recipe.seeds, evaluation * recipe.seeds
 
@@ -669,6 +732,7 @@ def train_seed(job: FinetuneJob, seed: int, resume: bool) -> dict[str, Any]:
     batches = ShapeCountingBatches(
         make_finetune_batch_fn(recipe, job.task, items, recipe.skips.get(seed_folder.name, ())), job.shape_buckets
     )
+    loss_fn, before_step = make_loss_fn(replace(job, recipe=recipe), model, items)
     run = TrainingRun(
         recipe,
         job.compute,
@@ -677,6 +741,8 @@ def train_seed(job: FinetuneJob, seed: int, resume: bool) -> dict[str, Any]:
         evaluate,
         seed_folder,
         f"seed {seed + 1} of {recipe.seeds}",
+        loss_fn=loss_fn,
+        before_step=before_step,
         freeze_schedule=recipe.freeze_schedule(len(items)),
         score_fn=partial(orient_score, deciding_metric(recipe, job.task)) if recipe.load_best else None,
         patience=recipe.early_stopping,
@@ -745,7 +811,11 @@ def balance_class_weights(config: ModelConfig, labels: Sequence[str]) -> ModelCo
 
 
 def make_finetune_batch_fn(
-    recipe: FinetuneRecipe, task: Task, items: Sequence[Any], skips: Sequence[tuple[int, int]] = ()
+    recipe: FinetuneRecipe,
+    task: Task,
+    items: Sequence[Any],
+    skips: Sequence[tuple[int, int]] = (),
+    collate: Callable[[Sequence[Any]], Batch] | None = None,
 ) -> Callable[[int], list[Batch]]:
     """Return a function from step to micro-batches. It is pure; each epoch has its own permutation of the examples.
 
@@ -761,7 +831,7 @@ def make_finetune_batch_fn(
     def batches(step: int) -> list[Batch]:
         first = (step + sum(count for start, count in skips if step >= start)) * recipe.global_batch_size
         starts = range(first, first + recipe.global_batch_size, size)
-        return [task.collate((mixed or pick)(np.arange(start, start + size))) for start in starts]
+        return [(collate or task.collate)((mixed or pick)(np.arange(start, start + size))) for start in starts]
 
     return batches
 

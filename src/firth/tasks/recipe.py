@@ -57,7 +57,7 @@ def read_task_file(checkpoint: Path) -> dict[str, Any]:
 SIDES = ("train", "dev")
 FINETUNE_TASKS = (
     *("classify", "pair", "relation", "word-in-context", "regress", "choice", "tag", "span-qa"),
-    *("text-to-text", "lm", "embed"),
+    *("text-to-text", "lm", "preference", "embed"),
 )
 MULTITASK = "multi-task"  # the task of a recipe with several
 
@@ -80,7 +80,8 @@ class FinetuneRecipe(TrainingConfig):
     checkpoint: str = recipe_field("", "Start from this checkpoint folder, of Firth or from Hugging Face.")
     task: str = recipe_field(
         "classify",
-        "classify, pair, regress, choice, tag, relation, span-qa, word-in-context, text-to-text, lm or embed.",
+        "classify, pair, regress, choice, tag, relation, span-qa, word-in-context, text-to-text, lm, preference or "
+        "embed.",
     )
     train: str = recipe_field("", "Train on this labelled file (.jsonl, .tsv, .csv), or pydocs.")
     dev: str = recipe_field("", "Evaluate on this labelled file, or pydocs.")
@@ -208,6 +209,20 @@ class FinetuneRecipe(TrainingConfig):
         "embed: multiply cosines by this scale (inverse temperature) before the softmax over the batch.",
         shown_default="20, or the embedder's own",
     )
+    preference_loss: Literal["dpo", "ipo", "hinge", "simpo", "orpo", "kto"] = recipe_field(
+        "dpo",
+        "preference: dpo, ipo and hinge compare with the checkpoint; simpo and orpo do not; kto learns from single "
+        "answers that are good or bad.",
+    )
+    beta: float | None = recipe_field(
+        None,
+        "preference: strength of the loss; a smaller one lets the model move further from the checkpoint.",
+        shown_default="0.1; 2 for simpo",
+    )
+    label_smoothing: float = recipe_field(
+        0.0, "preference: with dpo or simpo, take this share of the pairs to be labelled wrongly; 0: none."
+    )
+    simpo_gamma: float = recipe_field(1.0, "preference: with simpo, the margin that a chosen answer must have.")
     lora_rank: int = recipe_field(
         0,
         "LoRA: freeze the weights, train a low-rank update of this rank for each, and the head. 8 is usual, with a ten "
@@ -287,10 +302,28 @@ class FinetuneRecipe(TrainingConfig):
         for name in ("contrastive_margin", "contrastive_scale"):
             if getattr(self, name) is not None and self.task != "embed":
                 raise UserError(f"{name} is for the task embed, not for {self.task}.")
+        if self.task == "preference":
+            self.check_preference()
+        else:
+            for name in ("preference_loss", "beta", "label_smoothing", "simpo_gamma"):
+                if getattr(self, name) != getattr(FinetuneRecipe, name):
+                    raise UserError(f"{name} is for the task preference, not for {self.task}.")
         if self.task == "embed" and self.per_device_train_batch_size < 2:
             raise UserError("embed contrasts the texts of a batch: set per_device_train_batch_size to 2 or more.")
         if self.unfreeze_every and self.freeze == "backbone":
             raise UserError("freeze=backbone trains the head alone, unfreeze_every also the layers: choose one.")
+
+    def check_preference(self) -> None:
+        if self.from_scratch:
+            raise UserError("The task preference compares with the checkpoint: remove from_scratch.")
+        if self.beta is not None and not 0 < self.beta < math.inf:
+            raise UserError(f"beta is {self.beta}; it must be above 0.")
+        if not 0 <= self.label_smoothing < 0.5:
+            raise UserError(f"label_smoothing is {self.label_smoothing}; it must be at least 0 and below 0.5.")
+        if self.label_smoothing and self.preference_loss not in ("dpo", "simpo"):
+            raise UserError(f"label_smoothing is for dpo and simpo, not for {self.preference_loss}.")
+        if self.simpo_gamma < 0:
+            raise UserError(f"simpo_gamma is {self.simpo_gamma}; it must be at least 0.")
 
     def apply_head_options(self, config: ModelConfig) -> ModelConfig:
         """Return the config with the losses, CRF, pooling, layer mix and biLSTM that the recipe says."""

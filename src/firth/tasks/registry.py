@@ -15,6 +15,7 @@ from firth.tasks.choice import ChoiceTask
 from firth.tasks.classify import ClassificationTask, PairClassificationTask
 from firth.tasks.embed import EmbeddingTask
 from firth.tasks.lm import LanguageModelingTask, collect_roles
+from firth.tasks.preference import DEFAULT_BETA, DEFAULT_BETAS, PreferenceConfig, PreferenceTask
 from firth.tasks.recipe import FINETUNE_TASKS
 from firth.tasks.regress import RegressionTask
 from firth.tasks.relation import RelationTask, WordInContextTask
@@ -27,6 +28,7 @@ from firth.text import Example
 from firth.tokens import Tokenizer
 
 BART_HEAD_TASKS = ("classify", "pair", "regress", "relation", "word-in-context", "span-qa", "tag")
+PREFERENCE_FIELDS = ("preference_loss", "beta", "label_smoothing", "simpo_gamma")  # of the recipe
 ANSWER_MODES = ("auto", "head", "text")
 LABEL_TASKS: dict[str, type[ClassificationTask]] = {
     "classify": ClassificationTask,
@@ -62,6 +64,8 @@ def make_task(
         return TextToTextTask(tokenizer, config, writing, learns)
     if name == "lm":
         return LanguageModelingTask(tokenizer, config, writing, facts.get("roles", ()))
+    if name == "preference":
+        return PreferenceTask(tokenizer, config, writing, facts.get("roles", ()), make_preference_config(facts))
     if name == "embed":
         return EmbeddingTask(tokenizer, config, length)
     labels = tuple(facts.get("labels", ()))
@@ -79,11 +83,21 @@ def make_task(
     return SpanQATask(tokenizer, config, length, unanswerable, threshold, learns)
 
 
+def make_preference_config(facts: Mapping[str, Any]) -> PreferenceConfig:
+    """Return the loss of preference tuning, with the default beta of its paper."""
+    loss, beta = facts.get("preference_loss", "dpo"), facts.get("beta")
+    return PreferenceConfig(
+        loss,
+        DEFAULT_BETAS.get(loss, DEFAULT_BETA) if beta is None else beta,
+        facts.get("label_smoothing", 0.0),
+        facts.get("simpo_gamma", 1.0),
+    )
+
+
 def make_task_without_examples(name: str, tokenizer: Tokenizer, config: ModelConfig, recipe: Any = None) -> Task:
     """Build a task before its examples are read, to refuse early a task that the model does not support."""
-    known = (
-        {field: getattr(recipe, field) for field in ("answer", *AnswerConfig.__dataclass_fields__)} if recipe else {}
-    )
+    fields = ("answer", *AnswerConfig.__dataclass_fields__, *PREFERENCE_FIELDS)
+    known = {field: getattr(recipe, field) for field in fields} if recipe else {}
     return make_task(name, known, tokenizer, config)
 
 
@@ -100,8 +114,10 @@ def infer_task_metadata(name: str, examples: Sequence[Example], config: ModelCon
         facts["texts"] = max(len(e.texts) for e in examples)
         if resolve_answer_mode(name, config, answer) == "text":
             facts["labels"] = round_regression_labels([float(e.target) for e in examples])
-    if name == "lm":
+    if name in ("lm", "preference"):
         facts["roles"] = collect_roles(examples)
+    if name == "preference":
+        facts |= {field: getattr(recipe, field) for field in PREFERENCE_FIELDS}
     if name == "span-qa":
         facts["unanswerable"] = any(len(e.target) == 0 for e in examples)
     return facts

@@ -46,6 +46,7 @@ from firth.metrics.bootstrap import MIN_SEEDS
 from firth.metrics.pairs import scores_from_ranks
 from firth.tasks.embed import all_have_scores
 from firth.tasks.multitask import AVERAGE_METRIC, MultiTask, split_by_task
+from firth.tasks.preference import is_preferred
 from firth.tasks.recipe import FinetuneRecipe
 from firth.tasks.tag import excluded_entity_types
 from firth.tasks.task import Prediction, Task
@@ -66,6 +67,7 @@ FIXED_TASK_METRICS = {  # tasks whose metrics do not depend on the examples
     "choice": ("accuracy",),
     "text-to-text": ("chrf", "bleu", "rouge_1", "rouge_2", "rouge_l", "rouge_lsum", "exact_match", "answer_match"),
     "lm": (*LOWER_IS_BETTER_METRICS, "token_accuracy"),
+    "preference": ("accuracy", "margin", "reward_chosen", "reward_rejected"),
 }
 
 
@@ -227,12 +229,14 @@ def exclude_failed_seeds(
 
 
 def chance_score(task: Task, metric: str, train: Sequence[Example], dev: Sequence[Example]) -> float | None:
-    """Return the best score of a constant prediction, among train's most frequent answers. None for "lm".
+    """Return the best score of a constant prediction, among train's most frequent answers. None where there is none.
 
     For retrieval ("embed"), return the expected score of random embeddings: every rank is equally likely.
     """
     if task.name == "lm":
         return None
+    if task.name == "preference":
+        return 0.5 if metric == "accuracy" else None
     if isinstance(task, MultiTask):
         return multitask_chance_score(task, metric, train, dev)
     if task.name == "embed" and not all_have_scores(dev):
@@ -448,6 +452,10 @@ def additive_task_score(
     if name == "lm":
         return make_additive_score(
             name, metric, [a["nats"] for a in predictions], [(a["tokens"], a["bytes"]) for a in predictions]
+        )
+    if name == "preference" and metric == "accuracy":
+        return make_additive_score(
+            "choice", metric, [is_preferred(answers) for answers in predictions], [True] * len(true)
         )
     return make_additive_score(name, metric, predictions, true)
 

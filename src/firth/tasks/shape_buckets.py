@@ -154,7 +154,9 @@ def num_field_columns(name: str, batch: Batch, shape: BatchShape) -> int:
     """Number of columns of a field in a batch padded to `shape`."""
     if name.startswith("decoder_"):
         return shape.decoder_width
-    per_slot = name in ("target_positions", "group_ids") or (name == "task_labels" and batch.task_labels.ndim == 2)
+    per_slot = name in ("target_positions", "group_ids", "reference_logps") or (
+        name == "task_labels" and batch.task_labels.ndim == 2
+    )
     # Without task labels, `labels` belong to the target positions or to the decoder; else to every input position.
     if name == "labels" and batch.task_labels is None:
         per_slot = batch.target_positions is not None

@@ -44,6 +44,7 @@ class Example(NamedTuple):
     | span-qa         | question, context      | `AnswerSpan`s; () if unanswerable       |                             |
     | text-to-text    | source                 | text                                    | all right answers, if more  |
     | lm              | role, text, role, text | None                                    |                             |
+    | preference      | role, text, role, text | None; of one answer: whether it is good | chosen, rejected, or one    |
     | embed           | text_a, text_b         | a float, or None without scores         |                             |
     | minimal-pairs   | good, bad              | None                                    | the phenomenon              |
     | cloze           | context                | text                                    |                             |

@@ -15,6 +15,7 @@ from firth.text.labelled_row import LabelledRow, parse_json_list
 from firth.text.records import get_column_value, preview_value
 
 RECORD_ENTITIES_COLUMN = "entities of ReCoRD"  # internal column: spans of the entities, and the right ones
+PREFERENCE_LABELS = {"true": True, "1": True, "good": True, "false": False, "0": False, "-1": False, "bad": False}
 NO_CORRECT_CHOICE = -1  # target of a ReCoRD query without a right choice
 
 
@@ -154,16 +155,70 @@ def parse_lm_row(row: LabelledRow) -> Example:
     return row.make_example(("text", row.text("text")))
 
 
-def parse_messages(row: LabelledRow) -> list[tuple[str, str]]:
+def parse_messages(row: LabelledRow, column: str = "messages") -> list[tuple[str, str]]:
     messages = []
-    for i, message in enumerate(row.list_items("messages"), 1):
+    for i, message in enumerate(row.list_items(column), 1):
         role, content = (message.get("role"), message.get("content")) if isinstance(message, dict) else (None, None)
         if not isinstance(role, str) or not isinstance(content, str) or not role:
-            raise row.column_error("messages", f"has no text for the role and the content of message {i}")
-        messages.append((role, row.require_nonempty("messages", content)))
+            raise row.column_error(column, f"has no text for the role and the content of message {i}")
+        messages.append((role, row.require_nonempty(column, content)))
     if not messages:
-        raise row.column_error("messages", "has no messages")
+        raise row.column_error(column, "has no messages")
     return messages
+
+
+def parse_preference_row(row: LabelledRow) -> Example:
+    """Parse a prompt with a chosen and a rejected answer, or with one completion and its label (true: good).
+
+    The prompt is text or a list of messages. An answer is text, or a list with one message of the assistant; where it
+    repeats the prompt's messages before it (as in UltraFeedback), these are cut off.
+    """
+    if row.has_value("completion") and not row.has_value("chosen"):
+        prompt = parse_prompt(row)
+        label = row.label("label")
+        if label is not None and label.lower() not in PREFERENCE_LABELS:
+            raise row.column_error("label", f"is {quote(label)}; it must be true (good) or false (bad)")
+        good = None if label is None else PREFERENCE_LABELS[label.lower()]
+        return row.make_example(prompt, good, references=(parse_answer(row, "completion", prompt),))
+    prompt = parse_prompt(row) if row.has_value("prompt") else shared_messages(row)
+    chosen, rejected = (parse_answer(row, role, prompt) for role in ("chosen", "rejected"))
+    if chosen == rejected:
+        raise row.column_error("rejected", "equals the chosen answer: there is nothing to prefer. Delete the line")
+    return row.make_example(prompt, references=(chosen, rejected))
+
+
+def parse_prompt(row: LabelledRow) -> tuple[str, ...]:
+    """Return role, text, role, text ... of a prompt: a text of the user, or messages."""
+    if not isinstance(parse_json_list(row.value("prompt")), list):
+        return ("user", row.text("prompt"))
+    return flatten_messages(row, parse_messages(row, "prompt"))
+
+
+def flatten_messages(row: LabelledRow, messages: list[tuple[str, str]]) -> tuple[str, ...]:
+    if messages and messages[-1][0] == "assistant":
+        raise row.column_error("prompt", "ends with a message of the assistant, and the answer is to follow")
+    return tuple(part for message in messages for part in message)
+
+
+def shared_messages(row: LabelledRow) -> tuple[str, ...]:
+    """Return the messages before the last one of `chosen`: a file without a column for the prompt."""
+    if not isinstance(parse_json_list(row.value("chosen")), list):
+        raise row.column_error(
+            "chosen", "is a text, and there is no column 'prompt'. Name it with --columns prompt=NAME"
+        )
+    return flatten_messages(row, parse_messages(row, "chosen")[:-1])
+
+
+def parse_answer(row: LabelledRow, role: str, prompt: tuple[str, ...]) -> str:
+    """Return the text of an answer; of messages, that of the last one, which must follow the prompt's."""
+    if not isinstance(parse_json_list(row.value(role)), list):
+        return row.text(role)
+    *before, (author, text) = parse_messages(row, role)
+    if author != "assistant":
+        raise row.column_error(role, f"ends with a message of {quote(author)}, and must end with one of the assistant")
+    if before and tuple(part for message in before for part in message) != prompt:
+        raise row.column_error(role, "has other messages before its answer than the prompt has")
+    return text
 
 
 def parse_embed_row(row: LabelledRow) -> Example:
@@ -227,6 +282,7 @@ TASK_FORMATS = {
     "span-qa": TaskFormat(("question", "context", "answers", "is_impossible"), parse_span_qa_row),
     "text-to-text": TaskFormat(("source", "target", "references"), parse_text_to_text_row),
     "lm": TaskFormat(("messages", "prompt", "response", "text"), parse_lm_row),
+    "preference": TaskFormat(("prompt", "chosen", "rejected", "completion", "label"), parse_preference_row),
     "embed": TaskFormat(("text_a", "text_b", "score", "label"), parse_embed_row),
     "minimal-pairs": TaskFormat(("good", "bad", "group"), parse_minimal_pair_row),
     "cloze": TaskFormat(("context", "answer"), parse_cloze_row),

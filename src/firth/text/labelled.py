@@ -87,6 +87,8 @@ TASK_COLUMN_SIGNATURES: list[tuple[str, tuple[str, ...]]] = [
     ("choice", ("context", "choice1")),
     ("cloze", ("context", "answer")),
     ("text-to-text", ("source",)),
+    ("preference", ("chosen", "rejected")),
+    ("preference", ("prompt", "completion", "label")),
     ("lm", ("messages",)),
     ("lm", ("prompt", "response")),
     ("minimal-pairs", ("good", "bad")),

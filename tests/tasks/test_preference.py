@@ -1,0 +1,360 @@
+"""Preference tuning: the losses by their equations and beside TRL, labels, resume, bad input."""
+
+from __future__ import annotations
+
+import json
+import math
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from tasks.small import CPU, model_for, parts
+from tasks.test_resume import stop_in_seed
+
+from firth.core.errors import UserError
+from firth.models import Model, load_model
+from firth.tasks import FinetuneRecipe, finetune, make_task
+from firth.tasks.preference import (
+    BAD,
+    GOOD,
+    PreferenceLoss,
+    PreferenceTask,
+    is_preferred,
+    list_answers,
+    with_references,
+)
+from firth.text import Example, read_labelled
+
+PAIRS = [
+    Example(0, ("user", "the cat lives"), references=("near the river", "not near the blue garden and the fox")),
+    Example(1, ("system", "big", "user", "a dog"), references=("is small and red", "is")),
+    Example(2, ("user", "fox", "assistant", "red", "user", "and the horse"), references=("is blue", "lives near")),
+]
+LABELLED = [
+    Example(0, ("user", "the cat lives"), True, references=("near the river",)),
+    Example(1, ("user", "a dog"), False, references=("is",)),
+    Example(2, ("user", "a fox"), True, references=("is red and small",)),
+    Example(3, ("user", "horse"), True, references=("lives",)),
+]
+LOSSES: list[tuple[str, dict[str, Any]]] = [
+    ("dpo", {}),
+    ("dpo", {"beta": 0.7, "label_smoothing": 0.2}),
+    ("ipo", {}),
+    ("hinge", {"beta": 0.5}),
+    ("simpo", {"simpo_gamma": 0.5}),
+    ("orpo", {}),
+]
+
+
+def made(
+    loss: str, examples: list[Example] = PAIRS, family: str = "llama", **fields: Any
+) -> tuple[PreferenceTask, Model]:
+    config, tokenizer = parts(family)
+    recipe = FinetuneRecipe(task="preference", max_seq_length=64, preference_loss=loss, **fields)  # type: ignore[arg-type]
+    task = make_task("preference", examples, tokenizer, config, recipe)
+    assert isinstance(task, PreferenceTask)
+    model = model_for(task, config)
+    model.tokenizer = task.tokenizer
+    return task, model
+
+
+def other(model: Model) -> Model:
+    """A model with other weights: a reference that differs from the policy."""
+    moved = model.clone()
+    torch.manual_seed(1)
+    for p in moved.parameters():
+        p.data.add_(0.05 * torch.randn_like(p))
+    return moved
+
+
+def referenced(task: PreferenceTask, reference: Model, examples: list[Example]) -> list[Any]:
+    items = task.encode(examples)
+    return with_references(items, task.answer_logps(reference, list_answers(items), CPU, 2).tolist())
+
+
+def answer_logp(model: Model, task: PreferenceTask, example: Example, text: str) -> tuple[torch.Tensor, int]:
+    """The log-likelihood of an answer and its end by a plain forward pass, without packing; its tokens."""
+    messages = [*task.parse_prompt(example), ("assistant", text)]
+    prompt = task.chat_template.render(messages[:-1], True)
+    whole = task.chat_template.render(messages)
+    ids = task.tokenizer.backend.encode(whole, add_special_tokens=False).ids
+    begin = len(task.tokenizer.backend.encode(prompt, add_special_tokens=False).ids)
+    logits = model(torch.tensor([ids]))
+    logits = getattr(logits, "logits", logits)
+    logp = F.log_softmax(logits[0, begin - 1 : -1].float(), -1)
+    return logp.gather(1, torch.tensor(ids[begin:])[:, None]).sum(), len(ids) - begin
+
+
+def mean_loss(loss: PreferenceLoss, batch: Any) -> torch.Tensor:
+    return loss(batch.to(CPU.device))["targets"] / batch.num_targets
+
+
+@pytest.mark.parametrize(("name", "fields"), LOSSES)
+def test_the_losses_follow_their_equations(name: str, fields: dict[str, Any]) -> None:
+    task, model = made(name, **fields)
+    reference = other(model)
+    items = referenced(task, reference, PAIRS)
+    found = mean_loss(PreferenceLoss(model, task.preference, CPU.device), task.collate(items))
+    beta, expected = task.preference.beta, []
+    for e in PAIRS:
+        (p_c, n_c), (p_r, n_r) = (answer_logp(model, task, e, text) for text in e.references)
+        (q_c, _), (q_r, _) = (answer_logp(reference, task, e, text) for text in e.references)
+        d = (p_c - q_c) - (p_r - q_r)
+        if name == "dpo":
+            s = fields.get("label_smoothing", 0.0)
+            expected.append(-(1 - s) * F.logsigmoid(beta * d) - s * F.logsigmoid(-beta * d))
+        elif name == "ipo":
+            expected.append(((p_c - q_c) / n_c - (p_r - q_r) / n_r - 1 / (2 * beta)) ** 2)
+        elif name == "hinge":
+            expected.append((1 - beta * d).clamp(min=0))
+        elif name == "simpo":
+            expected.append(-F.logsigmoid(beta * (p_c / n_c - p_r / n_r) - 0.5))
+        else:
+            odds = [torch.exp(p / n) / (1 - torch.exp(p / n)) for p, n in ((p_c, n_c), (p_r, n_r))]
+            expected.append(-p_c / n_c - beta * F.logsigmoid(torch.log(odds[0] / odds[1])))
+    assert found.item() == pytest.approx(torch.stack(expected).mean().item(), abs=2e-5)
+
+
+def test_the_first_loss_of_dpo_is_ln_2_and_only_the_last_answer_is_learned() -> None:
+    task, model = made("dpo")
+    items = referenced(task, model, PAIRS)
+    assert mean_loss(PreferenceLoss(model, task.preference, CPU.device), task.collate(items)).item() == pytest.approx(
+        math.log(2), abs=1e-5
+    )
+    (chosen, _) = items[2].answers  # two answers of the assistant; the first belongs to the prompt
+    ids, positions = chosen.sequence
+    learned = task.tokenizer.backend.decode([ids[t + 1] for t in positions], skip_special_tokens=True)
+    assert learned.strip() == "is blue"
+    assert ids[positions[-1] + 1] == task.template.eos_id, "the end of the answer is learned too"
+
+
+@pytest.mark.parametrize("name", ["dpo", "ipo", "orpo"])
+def test_micro_batches_of_any_size_give_the_same_gradient(name: str) -> None:
+    task, model = made(name)
+    items = referenced(task, other(model), PAIRS)
+    loss = PreferenceLoss(model, task.preference, CPU.device)
+
+    def gradient(groups: list[list[Any]]) -> torch.Tensor:
+        model.zero_grad()
+        batches = [task.collate(group) for group in groups]
+        count = sum(batch.num_targets for batch in batches)
+        for batch in batches:
+            (loss(batch.to(CPU.device))["targets"] / count).backward()
+        return torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None])
+
+    assert torch.allclose(gradient([items]), gradient([[item] for item in items]), atol=1e-6)
+
+
+@pytest.mark.parametrize("examples", [PAIRS, LABELLED])
+def test_kto_by_its_equation(examples: list[Example]) -> None:
+    task, model = made("kto", examples)
+    reference = other(model)
+    items = referenced(task, reference, examples)
+    loss = PreferenceLoss(model, task.preference, CPU.device)
+    loss.update_kl([task.collate_mismatched([item]) for item in items], CPU)
+    with torch.no_grad():
+        changes, values = [], []
+        for i, e in enumerate(examples):
+            text = examples[(i + 1) % len(examples)].references[0]
+            changes.append(answer_logp(model, task, e, text)[0] - answer_logp(reference, task, e, text)[0])
+        z = torch.stack(changes).mean().clamp(min=0)
+        assert loss.kl.item() == pytest.approx(z.item(), abs=1e-4)
+        for e in examples:
+            sides = (GOOD, BAD) if len(e.references) == 2 else (GOOD if e.target else BAD,)
+            for side, text in zip(sides, e.references, strict=True):
+                r = answer_logp(model, task, e, text)[0] - answer_logp(reference, task, e, text)[0]
+                values.append(1 - torch.sigmoid(0.1 * ((r - z) if side == GOOD else (z - r))))
+    assert mean_loss(loss, task.collate(items)).item() == pytest.approx(torch.stack(values).mean().item(), abs=1e-5)
+
+
+def test_scores_and_predictions() -> None:
+    task, model = made("dpo")
+    reference = other(model)
+    items = referenced(task, reference, PAIRS)
+    predictions = task.predict(model, items, CPU, 2)
+    scores = task.score(PAIRS, predictions)
+    rewards = []
+    for e, p in zip(PAIRS, predictions, strict=True):
+        for side, text in enumerate(e.references):
+            with torch.no_grad():
+                r = answer_logp(model, task, e, text)[0] - answer_logp(reference, task, e, text)[0]
+            assert p.prediction[side]["reward"] == pytest.approx(0.1 * r.item(), abs=1e-4)
+            rewards.append(0.1 * r.item())
+    margins = np.array(rewards[::2]) - np.array(rewards[1::2])
+    assert scores["accuracy"] == pytest.approx((margins > 0).mean())
+    assert scores["margin"] == pytest.approx(margins.mean(), abs=1e-4)
+    assert is_preferred([{"side": BAD, "reward": -1.0}])
+    assert not is_preferred([{"side": GOOD, "reward": -1.0}])
+
+
+ROWS = [
+    {"prompt": f"the {animal}", "chosen": "is red and small", "rejected": "is blue"} for animal in ("cat", "dog", "fox")
+] * 8
+
+
+def write_rows(path: Path, rows: list[dict[str, Any]]) -> Path:
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    config, tokenizer = parts("llama")
+    task = make_task("lm", [PAIRS[0]], tokenizer, config, FinetuneRecipe(max_seq_length=32))
+    model = model_for(task, config)
+    model.tokenizer = tokenizer
+    folder = tmp_path_factory.mktemp("preference") / "llama"
+    model.save(folder)
+    return folder
+
+
+@pytest.mark.parametrize("loss", ["dpo", "kto"])
+def test_tuning_prefers_the_chosen_answers_and_resumes_exactly(
+    loss: str, checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    data = write_rows(tmp_path / "pairs.jsonl", ROWS)
+    recipe = FinetuneRecipe(
+        checkpoint=str(checkpoint),
+        task="preference",
+        train=str(data),
+        dev=str(data),
+        output_dir=str(tmp_path / "run"),
+        preference_loss=loss,  # type: ignore[arg-type]
+        max_seq_length=32,
+        seeds=1,
+        max_steps=16,
+        save_steps=4,
+        per_device_train_batch_size=8,
+        learning_rate=3e-3,
+        device="cpu",
+    )
+    found = finetune(recipe)
+    assert found["mean"] == 1.0
+    log = [json.loads(line) for line in (tmp_path / "run" / "seed-0" / "log.jsonl").read_text().splitlines()]
+    losses = [line["loss"] for line in log if "loss" in line]
+    assert losses[0] == pytest.approx(math.log(2) if loss == "dpo" else 0.5, abs=0.02)
+    assert losses[-1] < losses[0]
+    assert json.loads((tmp_path / "run" / "final" / "task.json").read_text())["task"] == "lm", "it stays a chat model"
+    stopped = replace(recipe, output_dir=str(tmp_path / "stopped"))
+    with monkeypatch.context() as patch:
+        stop_in_seed(patch, "seed-0", 9)
+        with pytest.raises(KeyboardInterrupt):
+            finetune(stopped)
+    finetune(stopped, resume=True)
+    ours, theirs = (load_model(tmp_path / name / "final") for name in ("run", "stopped"))
+    for (name, p), q in zip(ours.named_parameters(), theirs.parameters(), strict=True):
+        assert torch.equal(p, q), name
+
+
+@pytest.mark.parametrize(
+    ("row", "message"),
+    [
+        ({"prompt": "a", "chosen": "b", "rejected": "b"}, "equals the chosen answer"),
+        ({"prompt": "a", "chosen": "b"}, "rejected"),
+        ({"prompt": "a", "chosen": "", "rejected": "b"}, "'chosen' is empty"),
+        ({"chosen": "b", "rejected": "c"}, "there is no column .prompt."),
+        ({"prompt": "a", "completion": "b", "label": "maybe"}, "must be true"),
+        ({"prompt": [{"role": "assistant", "content": "x"}], "chosen": "b", "rejected": "c"}, "ends with a message of"),
+        (
+            {"prompt": "a", "chosen": [{"role": "user", "content": "x"}], "rejected": "c"},
+            "must end with one of the assistant",
+        ),
+    ],
+)
+def test_bad_rows_are_named(row: dict[str, Any], message: str, tmp_path: Path) -> None:
+    file = write_rows(tmp_path / "pairs.jsonl", [ROWS[0], row])
+    with pytest.raises(UserError, match=message) as e:
+        read_labelled(file, "preference")
+    assert "pairs.jsonl:2" in str(e.value)
+
+
+def test_messages_in_both_answers_are_read(tmp_path: Path) -> None:
+    shared = [{"role": "user", "content": "the cat"}]
+    row = {
+        name: [*shared, {"role": "assistant", "content": text}] for name, text in (("chosen", "x"), ("rejected", "y"))
+    }
+    (example,) = read_labelled(write_rows(tmp_path / "a.jsonl", [row]), "preference")
+    assert (example.texts, example.references) == (("user", "the cat"), ("x", "y"))
+    (single,) = read_labelled(
+        write_rows(tmp_path / "b.jsonl", [{"prompt": "a", "completion": "b", "label": False}]), "preference"
+    )
+    assert (single.references, single.target) == (("b",), False)
+
+
+def test_models_and_options_that_do_not_fit_are_refused(checkpoint: Path) -> None:
+    config, tokenizer = parts("t5")
+    with pytest.raises(UserError, match="needs a causal decoder"):
+        make_task("preference", PAIRS, tokenizer, config, FinetuneRecipe(task="preference"))
+    for fields, message in [
+        ({"task": "preference", "beta": 0.0}, "beta is 0.0"),
+        ({"task": "preference", "label_smoothing": 0.6}, "below 0.5"),
+        ({"task": "preference", "preference_loss": "ipo", "label_smoothing": 0.1}, "for dpo and simpo"),
+        ({"task": "preference", "from_scratch": True}, "remove from_scratch"),
+        ({"task": "classify", "beta": 0.1}, "beta is for the task preference"),
+    ]:
+        with pytest.raises(UserError, match=message):
+            FinetuneRecipe(checkpoint=str(checkpoint), train="a", dev="b", **fields).check()  # type: ignore[arg-type]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("loss", ["sigmoid", "ipo", "hinge"])
+def test_dpo_beside_trl(loss: str, tmp_path: Path) -> None:
+    """The loss, and the model after one step of gradient descent, of TRL's trainer on the same files."""
+    trl, transformers, datasets = (pytest.importorskip(name) for name in ("trl", "transformers", "datasets"))
+    task, model = made({"sigmoid": "dpo"}.get(loss, loss))
+    reference = other(model)
+    for name, one in (("policy", model), ("reference", reference)):
+        one.save(tmp_path / name)
+    theirs, their_reference = (
+        transformers.AutoModelForCausalLM.from_pretrained(tmp_path / name) for name in ("policy", "reference")
+    )
+    tokenizer = transformers.AutoTokenizer.from_pretrained(tmp_path / "policy")
+    rows = [
+        {
+            "prompt": [{"role": role, "content": text} for role, text in task.parse_prompt(e)],
+            **{
+                name: [{"role": "assistant", "content": text}]
+                for name, text in zip(("chosen", "rejected"), e.references, strict=True)
+            },
+        }
+        for e in PAIRS
+    ]
+    trainer = trl.DPOTrainer(
+        model=theirs,
+        ref_model=their_reference,
+        args=trl.DPOConfig(
+            output_dir=str(tmp_path / "trl"),
+            beta=0.1,
+            loss_type=[loss],
+            per_device_train_batch_size=len(rows),
+            use_cpu=True,
+            bf16=False,
+            gradient_checkpointing=False,
+            report_to="none",
+        ),
+        train_dataset=datasets.Dataset.from_list(rows),
+        processing_class=tokenizer,
+    )
+    batch = next(iter(trainer.get_train_dataloader()))
+    expected = trainer.compute_loss(trainer.model, batch)
+    items = referenced(task, reference, PAIRS)
+    ids = sorted(tuple(answer.sequence.ids) for item in items for answer in item.answers)
+    mask = batch["attention_mask"].bool()
+    assert ids == sorted(tuple(row[m].tolist()) for row, m in zip(batch["input_ids"], mask, strict=True))
+    found = mean_loss(PreferenceLoss(model, task.preference, CPU.device), task.collate(items))
+    assert found.item() == pytest.approx(expected.item(), abs=1e-5)
+    found.backward()
+    expected.backward()
+    for parameters in (model.parameters(), trainer.model.parameters()):
+        for p in parameters:
+            if p.grad is not None:
+                p.data.sub_(0.5 * p.grad)
+    text = torch.tensor([ids[0]])
+    with torch.no_grad():
+        ours = model.eval()(text)
+        ours = getattr(ours, "logits", ours)
+        assert torch.allclose(ours, trainer.model.eval()(text).logits, atol=1e-4)
