@@ -30,7 +30,7 @@ class RowState(NamedTuple):
     """The state of B sequences. `record_tokens` changes all but `budget`, `prompt_length` and `eos`."""
 
     tokens: Tensor  # (B, L + 1) new tokens; rows that are done write behind their last token
-    count: Tensor  # (B,) new tokens so far
+    num_new: Tensor  # (B,) new tokens so far
     budget: Tensor  # (B,) new tokens at most
     done: Tensor  # (B,) at EOS or at the budget
     ended: Tensor  # (B,) at EOS
@@ -72,12 +72,12 @@ def record_tokens(value_BC: Tensor, token_BC: Tensor, state: RowState) -> Tensor
 
 def record_reference(token_B: Tensor, state: RowState) -> None:
     """`record_tokens` by one operation after another."""
-    state.tokens.scatter_(1, state.count[:, None], token_B[:, None])
+    state.tokens.scatter_(1, state.num_new[:, None], token_B[:, None])
     is_eos_B = (token_B[:, None] == state.eos).any(-1)
     state.ended.logical_or_(is_eos_B & ~state.done)
-    state.count.add_(~state.done)
-    state.done.logical_or_(is_eos_B | (state.count >= state.budget))
-    torch.sub(state.prompt_length + state.count, 1, out=state.position)
+    state.num_new.add_(~state.done)
+    state.done.logical_or_(is_eos_B | (state.num_new >= state.budget))
+    torch.sub(state.prompt_length + state.num_new, 1, out=state.position)
 
 
 if triton is not None:
