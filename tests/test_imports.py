@@ -35,6 +35,7 @@ ORDER: list[set[str]] = [
     {"generate"},
     {"tasks"},
     {"evaluate"},
+    {"lm_eval"},
     {"lab"},
     {"serve"},
     {"api"},
@@ -185,7 +186,11 @@ def test_every_library_we_import_is_declared() -> None:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
     wanted = [
         *project["dependencies"],
-        *(line for extra in ("data", "hf", "language", "web") for line in project["optional-dependencies"][extra]),
+        *(
+            line
+            for extra in ("data", "hf", "language", "lm-eval", "web")
+            for line in project["optional-dependencies"][extra]
+        ),
     ]
     declared = {normal(re.match(r"[\w.-]+", line)[0]) for line in wanted}  # type: ignore[index]
     owners = packages_distributions()

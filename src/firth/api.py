@@ -1113,13 +1113,18 @@ def evaluate(
 
     The default folder is evaluate-TASK-FILE beside the checkpoint, numbered if it has other results. The default `task`
     is the one that the checkpoint was fine-tuned for. `settings` are those of the task, as `stride` for perplexity.
+    `shots=4, train=FILE` scores labels in a prompt with demonstrations, without fine-tuning. The task "induction" needs
+    no `data`.
     """
     task = task or read_finetuned_task(checkpoint)
-    if data is None:
-        raise UserError(f"No data to score the task {task} on: give --data FILE.")
+    if (data is None) != (task == "induction"):
+        needs = f"No data to score the task {task} on: give --data FILE."
+        raise UserError(needs if data is None else "The task induction makes its own data: leave out --data.")
     if isinstance(data, Sequence) and not isinstance(data, str) and len(data) == 1:
         data = data[0]
-    name = f"{task}-{short_data_name(data)}" + "-ensemble" * bool(settings.get("ensemble"))
+    shots = settings.get("shots")
+    name = task if data is None else f"{task}-{short_data_name(data)}"
+    name += "-ensemble" * bool(settings.get("ensemble")) + (f"-{shots}-shot" if shots is not None else "")
     path = Path(output_dir) if output_dir else default_evaluation_folder(checkpoint, name)
     settings = {"columns": columns, "overwrite": overwrite, "encoding": encoding, "documents": documents} | settings
     from firth.evaluate import evaluate as evaluate_checkpoint

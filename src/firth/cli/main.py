@@ -238,20 +238,25 @@ def finetune(json: bool, resume: bool, resume_from_checkpoint: bool = False, **o
     examples="""
 firth evaluate topics/final --data test.csv               # fine-tuned
 firth evaluate run/final --task perplexity --data books/  # not fine-tuned
+firth evaluate run/final --task classify --shots 4 --train a.csv --data b.csv
 firth evaluate run/final --suite glue --data GLUE/ --tasks cola,rte
 """,
 )
-def evaluate(json: bool, suite: str | None = None, **options: Any) -> None:
+def evaluate(json: bool, suite: str | None = None, random_labels: bool = False, **options: Any) -> None:
     """Score a checkpoint on a file or on a suite of tasks.
 
     Writes results.json, predictions.jsonl and report.html. A file without labels gives predictions alone.
     """
     from firth import api
 
+    if random_labels:
+        options["random_labels"] = True
     if suite is not None:
         result = api.evaluate_suite(suite=suite, **check_suite_options(options))
     else:
         for name in SUITE_OPTIONS:
+            if name == "seeds" and "shots" in options:  # they draw demonstrations
+                continue
             if options.pop(name, None):
                 repeat = " For more than one file, repeat --data." * (name == "overrides")
                 raise UserError(f"{'KEY=VALUE' if name == 'overrides' else f'--{name}'} is for --suite.{repeat}")

@@ -45,7 +45,8 @@ TOPICS = {
     RUN: "config resume resume_from_checkpoint allow_change rewind kills minutes all seed dry_run",
     OUTPUT: "output_dir overwrite json rows stream",
     "Suites": "suite tasks seeds",
-    "Tasks (each takes some of these)": "method max_seq_length stride delimiter train threshold ensemble limit "
+    "Prompts": "shots template verbalizer random_labels train",
+    "Tasks (each takes some of these)": "method max_seq_length stride delimiter threshold ensemble limit "
     "batch_size batch_tokens",
     "Vectors": "layer pool top similar analogy",
     "One word in several texts": "compare with_ among",
@@ -69,9 +70,9 @@ GENERATION_TOPICS = {
 # Options that only --help-all shows.
 RARE_OPTIONS = (
     f"{TOPICS[TEXT]} mix mix_epochs held_out resume_from_checkpoint allow_change rewind target_text method delimiter "
-    "train threshold limit batch_size batch_tokens"
+    "threshold limit batch_size batch_tokens verbalizer random_labels"
 )
-TEXT_OPTIONS = ("text", "prompt", "stop", "compare", "among")  # values that a tokenizer reads
+TEXT_OPTIONS = ("text", "prompt", "stop", "compare", "among", "template")  # values that a tokenizer reads
 VALUE_NAMES = {int: "a whole number", float: "a number"}
 METAVARS = {int: "N", float: "X", str: "TEXT"}
 
@@ -683,7 +684,7 @@ class EvaluateOptions(OutputOptions):
     task: str | None = option(
         None,
         "Score this task. Default: what the checkpoint was fine-tuned for. One of "
-        f"{', '.join(TASK_FORMATS)}, perplexity, pseudo-likelihood.",
+        f"{', '.join(TASK_FORMATS)}, perplexity, pseudo-likelihood, induction.",
         "NAME",
     )
     columns: dict[str, str] | None = option(
@@ -693,7 +694,28 @@ class EvaluateOptions(OutputOptions):
     documents: str | None = option(None, "Split a .txt file: 'file', 'blank-line' or 'auto'. Default: auto.", "NAME")
     suite: str | None = option(None, "Score every task of glue, superglue, or a .yaml file that lists tasks.", "NAME")
     tasks: list[str] | None = option(None, "Take these tasks of the suite. Default: all.", "cola,rte", parse=parse_list)
-    seeds: int | None = option(None, "Fine-tune this often for each task of the suite. Default: 3.", bounds={"ge": 1})
+    seeds: int | None = option(
+        None, "Fine-tune this often for each task of the suite, or draw shots this often. Default: 3.", bounds={"ge": 1}
+    )
+    shots: int | None = option(
+        None,
+        "Score classify, pair, relation or choice without fine-tuning, in a prompt with this many solved examples of "
+        "--train.",
+        bounds={"ge": 0},
+    )
+    template: list[str] | None = option(
+        None,
+        "Write prompts by this template: a name, or a text with fields, as '{text}\\nTopic: {label}'. Repeat it for more. "
+        "Default: all built-in ones.",
+        parse=parse_escapes,
+    )
+    verbalizer: dict[str, str] | None = option(
+        None,
+        "Write these words for labels in prompts, as 0=terrible,1=great. Default: the labels.",
+        "A=B",
+        parse=parse_columns,
+    )
+    random_labels: bool = option(False, "Score demonstrations with random labels too, as a control. Default: do not.")
     config: str | None = option(None, "With --suite: read recipe fields from this YAML file.", "FILE")
     resume: bool = option(False, "With --suite: resume; finished tasks are kept.")
     method: str | None = option(
@@ -707,7 +729,9 @@ class EvaluateOptions(OutputOptions):
     delimiter: str | None = option(
         None, "choice: put this between context and ending. Default: a space.", parse=parse_escapes
     )
-    train: str | None = option(None, "word-in-context, span-qa: choose the threshold on this file.", "FILE")
+    train: str | None = option(
+        None, "Draw --shots from this file. word-in-context, span-qa: choose the threshold on it.", "FILE"
+    )
     threshold: float | None = option(
         None,
         "Predict the same sense from this cosine on (word-in-context), or no answer above this "

@@ -105,19 +105,21 @@ def evaluate_choice(
     scored = list(scorer.score_spans(parts, jointly=False))
     sums = iter([sum(float(one.logprobs.sum()) for _, one in endings) for endings in scored])
     unknown = sum(scorer.count_unknown(query.labels) for endings in scored for query, _ in endings)
-    predictions = []
-    for example in examples:
-        choices = example.texts[1:]
-        logp = np.array([next(sums) for _ in choices])
-        sizes = {"per_character": [len(text) for text in choices], "per_byte": [len(text.encode()) for text in choices]}
-        scores = {str(i): value for i, value in enumerate(logp.tolist())}
-        normalised = {name: unique_argmax(logp / size) for name, size in sizes.items()}
-        predictions.append(Prediction(unique_argmax(logp), scores, normalised))
+    predictions = [
+        choice_prediction(np.array([next(sums) for _ in example.texts[1:]]), example.texts[1:]) for example in examples
+    ]
     facts = {"method": scorer.method, "unknown": unknown}
     ties = sum(prediction.prediction is None for prediction in predictions)
     tied = f"{format_count(ties, 'example ties', 'examples tie')} between several choices and count as wrong."
     notices = [*[tied] * bool(ties), *unknown_token_messages(unknown), *scorer.notices]
     return Evaluation(choice_metrics(examples, predictions), predictions, facts, notices)
+
+
+def choice_prediction(logp: np.ndarray, choices: Sequence[str]) -> Prediction:
+    """The choice with the highest log-probability; `extra` has those per character and per byte."""
+    sizes = {"per_character": [len(text) for text in choices], "per_byte": [len(text.encode()) for text in choices]}
+    scores = {str(i): value for i, value in enumerate(logp.tolist())}
+    return Prediction(unique_argmax(logp), scores, {name: unique_argmax(logp / size) for name, size in sizes.items()})
 
 
 def unique_argmax(logp: np.ndarray) -> int | None:

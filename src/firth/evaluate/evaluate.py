@@ -1,7 +1,8 @@
 """Score a checkpoint on a file, and save predictions, results and a report.
 
-Three kinds of tasks: plain text (perplexity, pseudo-likelihood), tasks without fine-tuning (`ZERO_SHOT_TASKS`: minimal
-pairs, cloze, choice, word vectors), and the task that a checkpoint was fine-tuned for.
+Four kinds of tasks: plain text (perplexity, pseudo-likelihood), tasks without fine-tuning (`ZERO_SHOT_TASKS`: minimal
+pairs, cloze, choice, word vectors; induction), labels in context (`shots`), and the task that a checkpoint was
+fine-tuned for.
 """
 
 from __future__ import annotations
@@ -25,6 +26,8 @@ from firth.core.files import (
 from firth.evaluate.cloze import evaluate_choice, evaluate_cloze
 from firth.evaluate.embed import evaluate_text_similarity, evaluate_word_in_context
 from firth.evaluate.evaluation import Evaluation
+from firth.evaluate.in_context import IN_CONTEXT_TASKS, evaluate_in_context
+from firth.evaluate.induction import RANDOM_TOKENS, evaluate_induction
 from firth.evaluate.likelihood import aggregate_likelihoods, choose_scoring_method, make_scorer, unknown_token_messages
 from firth.evaluate.minimal_pairs import evaluate_minimal_pairs
 from firth.evaluate.ngram import NgramScorer
@@ -44,6 +47,11 @@ from firth.train import TrainingConfig, choose_compute
 
 LIKELIHOOD_OPTIONS = ("method", "max_seq_length", "stride", "batch_tokens")
 BATCHING_OPTIONS = ("max_seq_length", "batch_tokens")
+IN_CONTEXT_OPTIONS = (
+    *("shots", "template", "train", "seeds", "verbalizer", "random_labels"),
+    *("method", *BATCHING_OPTIONS),
+)
+INDUCTION_TASK, INDUCTION_OPTIONS = "induction", ("method", *BATCHING_OPTIONS)
 # Tasks that need no fine-tuning: the function that scores each, and the settings that it takes.
 ZERO_SHOT_TASKS: dict[str, tuple[Callable[..., Evaluation], tuple[str, ...]]] = {
     "minimal-pairs": (evaluate_minimal_pairs, LIKELIHOOD_OPTIONS),
@@ -60,13 +68,13 @@ WORD_VECTOR_TASKS = ("word-similarity", "analogy")
 VECTOR_FILE_TASKS = (*WORD_VECTOR_TASKS, "word-in-context")  # also take a file of word vectors
 PATH_RESULT_KEYS = ("checkpoint", "data", "ensemble")  # keys of results.json whose values are paths
 SELF_LABELLED_TASKS = ("lm", "embed")  # the texts are the labels
-EVALUATION_TASKS = tuple(sorted({*FINETUNE_TASKS, *ZERO_SHOT_TASKS, *PLAIN_TEXT_TASKS}))
+EVALUATION_TASKS = tuple(sorted({*FINETUNE_TASKS, *ZERO_SHOT_TASKS, *PLAIN_TEXT_TASKS, INDUCTION_TASK}))
 
 
 def evaluate(
     checkpoint: str | Path,
     task: str,
-    data: str | Path | Sequence[str | Path],
+    data: str | Path | Sequence[str | Path] | None,
     output_dir: str | Path,
     columns: Mapping[str, str] | None = None,
     batch_size: int = 32,
@@ -79,7 +87,7 @@ def evaluate(
     """Score a checkpoint on a file: one fine-tuned for the task, or any checkpoint for a task without fine-tuning.
 
     Returns `metrics`, and how they were computed. `settings` are those of the task (see ZERO_SHOT_TASKS); None is
-    ignored. A file without labels gives predictions and no scores; a file with some labels is refused. Writes
+    ignored. With `shots`, labels are scored in context. "induction" needs no `data`. A file without labels gives predictions and no scores; a file with some labels is refused. Writes
     results.json, predictions.jsonl and report.html to `output_dir`; with `numbered` to OUTPUT_DIR-2 ... if it has other
     results.
     """
@@ -93,7 +101,12 @@ def evaluate(
     if not overwrite and not numbered:
         check_output_folder(folder, "--output-dir")
     check_writable(folder)
-    if task in PLAIN_TEXT_TASKS:
+    if task == INDUCTION_TASK:
+        data = RANDOM_TOKENS
+        examples, outcome = evaluate_induction(checkpoint, **settings)
+    elif data is None:
+        raise UserError(f"No data to score the task {task} on: give --data FILE.")
+    elif task in PLAIN_TEXT_TASKS:
         examples, outcome = evaluate_text(checkpoint, Corpus(data, documents, columns, encoding), settings)
     else:
         if not isinstance(data, str | Path):
@@ -101,7 +114,11 @@ def evaluate(
         notes = RowNotes(str(data))
         examples = read_labelled(data, task, columns, "dev", encoding, require_labels=False, notes=notes)
         check_all_or_no_labels(data, examples)
-        if is_finetuned_for(task, facts):
+        if "train" in settings and not is_finetuned_for(task, facts, settings):
+            settings["train"] = read_labelled(settings["train"], task, columns, "train", encoding)
+        if "shots" in settings:
+            outcome = evaluate_in_context(checkpoint, task, examples, **settings)
+        elif is_finetuned_for(task, facts, settings):
             try:
                 if "train" in settings:
                     settings["train"] = read_labelled(settings["train"], task, columns, "train", encoding)
@@ -112,8 +129,6 @@ def evaluate(
             except UserError as e:
                 raise UserError(f"{data}: {e}") from None
         else:
-            if "train" in settings:
-                settings["train"] = read_labelled(settings["train"], task, columns, "train", encoding)
             outcome = evaluate_zero_shot(checkpoint, task, examples, settings)
         if records := notes.to_records():
             outcome = outcome._replace(details={**outcome.details, "notes": records})
@@ -136,14 +151,14 @@ def check_all_or_no_labels(data: str | Path, examples: Sequence[Example]) -> Non
         )
 
 
-def is_finetuned_for(task: str, task_metadata: Mapping[str, Any]) -> bool:
+def is_finetuned_for(task: str, task_metadata: Mapping[str, Any], settings: Mapping[str, Any]) -> bool:
     """Whether the checkpoint's own head predicts; text-to-text also works without fine-tuning.
 
-    `embed` always goes through `embed_texts`, which `firth embed` calls too: both give the same vectors.
+    `embed` always goes through `embed_texts`, which `firth embed` calls too: both give the same vectors. With `shots` the
+    language model predicts.
     """
-    return task != "embed" and (
-        task_metadata.get("task") == task or (task in FINETUNE_TASKS and task not in ZERO_SHOT_TASKS)
-    )
+    own = task_metadata.get("task") == task or (task in FINETUNE_TASKS and task not in ZERO_SHOT_TASKS)
+    return own and task != "embed" and "shots" not in settings
 
 
 def check_evaluation(
@@ -155,19 +170,28 @@ def check_evaluation(
     if not checkpoint.is_dir() and not (task in VECTOR_FILE_TASKS and checkpoint.is_file()):
         also = ", nor a file of word vectors" if task in VECTOR_FILE_TASKS else ""
         raise UserError(f"{checkpoint} is not a checkpoint folder{also}. `firth pretrain` makes one: RUN/final.")
-    tuned = task_metadata.get("task")
-    if tuned not in (None, task) and task in FINETUNE_TASKS:
+    tuned, in_context = task_metadata.get("task"), "shots" in settings
+    if in_context and task not in IN_CONTEXT_TASKS:
+        raise UserError(f"shots are for the tasks {', '.join(IN_CONTEXT_TASKS)}, not for {task}.")
+    if in_context or task == INDUCTION_TASK:
+        choose_scoring_method(read_config(checkpoint), settings.get("method", "auto"))
+    elif tuned not in (None, task) and task in FINETUNE_TASKS:
         raise UserError(f"{checkpoint} was fine-tuned for {tuned}, not for {task}.")
-    if checkpoint.is_dir() and tuned != task:
+    elif checkpoint.is_dir() and tuned != task:
         check_zero_shot_model(checkpoint, task, settings)
-    if tuned is None and task in FINETUNE_TASKS and task not in (*ZERO_SHOT_TASKS, "text-to-text"):
+    if tuned is None and not in_context and task in FINETUNE_TASKS and task not in (*ZERO_SHOT_TASKS, "text-to-text"):
         how = f"fine-tune it first (`firth finetune {checkpoint} --task {task} ...`)"
+        how += ", or score labels in a prompt (--shots 0)" if task in IN_CONTEXT_TASKS else ""
         raise UserError(f"{checkpoint} was not fine-tuned for the task {task}: {how}.")
     known = (
         LIKELIHOOD_OPTIONS
         if task in PLAIN_TEXT_TASKS
+        else INDUCTION_OPTIONS
+        if task == INDUCTION_TASK
+        else IN_CONTEXT_OPTIONS
+        if in_context
         else FINETUNED_OPTIONS.get((task, task_metadata.get("answer", "head")), ("ensemble",))
-        if is_finetuned_for(task, task_metadata)
+        if is_finetuned_for(task, task_metadata, settings)
         else ZERO_SHOT_TASKS[task][1]
     )
     if wrong := [name for name in settings if name not in known]:

@@ -32,6 +32,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
+from tokenizers import Encoding
 
 from firth.core.console import format_count, progress, truncation_messages
 from firth.core.errors import UserError, did_you_mean, quote
@@ -212,16 +213,16 @@ class Scorer(ABC):
         `jointly` masks all tokens of the span at once, as for a prediction; otherwise an encoder sees the rest of the
         span when it predicts one token of it.
         """
-        queries = [
-            query._replace(text_index=number)
-            for number, part in enumerate(splits)
-            for query in (
-                [self.blank_query(self.truncate_context(part))]
-                if jointly
-                else self.span_queries(self.truncate_context(part))
-            )
-        ]
-        with progress("scoring", "texts", len(splits)) as shown:
+        parts = map(self.truncate_context, splits)
+        groups = ([self.blank_query(part)] if jointly else self.span_queries(part) for part in parts)
+        return self.score_query_groups(groups, len(splits))
+
+    def score_query_groups(
+        self, groups: Iterable[Sequence[LogprobQuery]], total: int
+    ) -> Iterator[list[tuple[LogprobQuery, TokenLogprobs]]]:
+        """Yield the queries of each group with their log-probabilities, in order."""
+        queries = (query._replace(text_index=number) for number, group in enumerate(groups) for query in group)
+        with progress("scoring", "texts", total) as shown:
             for _, answers in groupby(
                 compute_logprobs(self.model, queries, self.batch_tokens), lambda pair: pair[0].text_index
             ):
@@ -231,6 +232,10 @@ class Scorer(ABC):
     def split_at_span(self, text: str, begin: int, end: int, where: str) -> SplitText:
         """Tokens before, in and after a span of characters; a token across its boundary is in the span."""
         (encoding,) = self.tokenizer.encode_with_offsets([text])
+        return self.split_encoding(encoding, text, begin, end, where)
+
+    def split_encoding(self, encoding: Encoding, text: str, begin: int, end: int, where: str) -> SplitText:
+        """As `split_at_span`, of a text that is tokenized already."""
         first = next((i for i, (_, e) in enumerate(encoding.offsets) if e > begin), len(encoding.ids))
         last = next((i for i, (b, _) in enumerate(encoding.offsets) if b >= end), len(encoding.ids))
         if not 0 < last - first <= self.max_text_tokens:

@@ -4,6 +4,9 @@ A `LogprobQuery` is one input row with target positions and labels. Queries are 
 the right, and run without gradients. The vocabulary projection runs only at the target positions, in pieces, so that
 the logits of a batch are never held at once.
 
+Queries with the same input, such as the labels of one prompt, become one row with several labels at a position. In a
+causal decoder no position sees a later one, so an input that is the beginning of another one needs no row of its own.
+
 B rows, T positions, K target positions of a row, N target positions of a batch, D model width.
 """
 
@@ -61,11 +64,83 @@ def compute_logprobs(
             unique = {query_key(query): query for query in chunk}
             results = {key: previous[key] for key in unique if key in previous}  # a pair can span two chunks
             new = [(key, query) for key, query in unique.items() if key not in results]
-            for indices in batch_queries_by_length([query for _, query in new], batch_tokens):
-                scored = score_query_batch(model, [new[i][1] for i in indices])
-                results |= {new[i][0]: one for i, one in zip(indices, scored, strict=True)}
+            rows = merge_shared_inputs([query for _, query in new], model.config.architecture == "decoder")
+            for indices in batch_queries_by_length([row.query for row in rows], batch_tokens):
+                scored = score_query_batch(model, [rows[i].query for i in indices])
+                for i, one in zip(indices, scored, strict=True):
+                    results |= {new[k][0]: part for k, part in rows[i].split(one)}
             yield from ((query, results[query_key(query)]) for query in chunk)
             previous = results
+
+
+class SharedRow(NamedTuple):
+    """A row that answers several queries: the labels of all `members`, one after the other."""
+
+    query: LogprobQuery
+    members: list[tuple[int, int]]  # index of a query, and its number of labels
+
+    def split(self, logprobs: TokenLogprobs) -> Iterator[tuple[int, TokenLogprobs]]:
+        """Yield the index of each query with its own log-probabilities."""
+        ends = np.cumsum([size for _, size in self.members])[:-1]
+        parts = zip(np.split(logprobs.logprobs, ends), np.split(logprobs.top_ids, ends), strict=True)
+        for (index, _), part in zip(self.members, parts, strict=True):
+            yield index, TokenLogprobs(*part)
+
+
+def merge_shared_inputs(queries: Sequence[LogprobQuery], is_causal: bool) -> list[SharedRow]:
+    """Join queries whose inputs are equal; with a causal decoder also those whose input begins another one.
+
+    >>> rows = merge_shared_inputs([LogprobQuery([1, 2], [1], [7]), LogprobQuery([1, 2, 3], [1, 2], [3, 8])], True)
+    >>> [(row.query.input_ids, row.query.target_positions, row.query.labels, row.members) for row in rows]
+    [([1, 2, 3], [1, 2, 1], [3, 8, 7], [(1, 2), (0, 1)])]
+    """
+    rows: list[SharedRow] = []
+    longer: InputKey | None = None
+    # In descending order, an input comes right after those that continue it.
+    for key, index in sorted(((input_key(query, is_causal), i) for i, query in enumerate(queries)), reverse=True):
+        query = queries[index]
+        if longer is None or not key.begins(longer):
+            rows.append(SharedRow(trim_unseen(query, is_causal)._replace(target_positions=[], labels=[]), []))
+            longer = key
+        row = rows[-1]
+        row.query.target_positions.extend(query.target_positions)
+        row.query.labels.extend(query.labels)
+        row.members.append((index, len(query.labels)))
+    return rows
+
+
+def trim_unseen(query: LogprobQuery, is_causal: bool) -> LogprobQuery:
+    """Drop the tokens after the last target position, which a causal decoder does not see there."""
+    end = max(query.target_positions) + 1
+    if query.decoder_input_ids is not None:
+        return query._replace(decoder_input_ids=query.decoder_input_ids[:end])
+    return query._replace(input_ids=query.input_ids[:end]) if is_causal and query.attention_rank is None else query
+
+
+class InputKey(NamedTuple):
+    """The input of a query, for sorting: the part that must be equal, and the ids that others may continue.
+
+    The ids are bytes, most significant first, so that they sort as lists do and compare fast.
+    """
+
+    fixed: tuple[Sequence[int], ...]
+    ids: bytes
+    may_grow: bool
+
+    def begins(self, other: InputKey) -> bool:
+        """Whether the row of the other input answers this query too."""
+        same = other.ids.startswith(self.ids) if self.may_grow else other.ids == self.ids
+        return self.fixed == other.fixed and same
+
+
+def input_key(query: LogprobQuery, is_causal: bool) -> InputKey:
+    query = trim_unseen(query, is_causal)
+    fixed = (query.attention_rank or (), query.token_type_ids or ())
+    if query.decoder_input_ids is not None:
+        ids = np.array(query.decoder_input_ids, dtype=">u4").tobytes()
+        return InputKey((*map(tuple, fixed), tuple(query.input_ids)), ids, True)
+    ids = np.array(query.input_ids, dtype=">u4").tobytes()
+    return InputKey(tuple(map(tuple, fixed)), ids, is_causal and query.attention_rank is None)
 
 
 def query_key(query: LogprobQuery) -> QueryKey:

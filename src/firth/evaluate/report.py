@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from firth.core.files import MODEL_CARD_FILE, read_object, read_utf8, read_yaml
-from firth.core.html import HtmlPage, plot_loss_curve
+from firth.core.html import HtmlPage, make_axes, plot_loss_curve
 from firth.core.parse import parse_yaml
 from firth.evaluate.card import write_model_card
 from firth.evaluate.examples_page import CLASS_TASKS, add_examples
@@ -38,6 +38,11 @@ REPORT_RESULT_KEYS = (
     "unknown",
     "threshold",
     "layer",
+    "shots",
+    "seeds",
+    "templates",
+    "labels",
+    "copy_tokens",
 )
 
 
@@ -53,12 +58,38 @@ def write_evaluation_report(
     page.add_table(["", ""], [(name, format_list(result[name])) for name in REPORT_RESULT_KEYS if name in result])
     if result["metrics"]:
         page.add_heading("Scores")
-        page.add_table(["metric", "score"], format_score_rows(result["metrics"].items()))
+        if "std" in result:
+            add_in_context_scores(page, result)
+        else:
+            page.add_table(["metric", "score"], format_score_rows(result["metrics"].items()))
+    if "repeated_loss_by_position" in result:
+        add_induction_figure(page, result)
     if result.get("by_group"):
         rows = [(group, format_metric("accuracy", score)) for group, score in result["by_group"].items()]
         page.add_table(["group", "score"], rows, "The accuracy of each group.")
     add_prediction_sections(page, task, Path(result["checkpoint"]), examples, predictions)
     page.save(path)
+
+
+def add_in_context_scores(page: HtmlPage, result: Mapping[str, Any]) -> None:
+    """Scores over seeds and templates, then those of each template."""
+    rows = [(name, value, result["std"].get(name)) for name, value in result["metrics"].items()]
+    page.add_table(["metric", "mean", "deviation"], format_score_rows(rows), "Over all seeds and templates.")
+    rows = [
+        (name, *(format_metric("accuracy", one[key]) for key in ("accuracy", "std")))
+        for name, one in result["by_template"].items()
+    ]
+    page.add_table(["template", "accuracy", "deviation"], rows, "Over seeds. The examples below are of the first run.")
+
+
+def add_induction_figure(page: HtmlPage, result: Mapping[str, Any]) -> None:
+    """Loss by position of a random sequence, repeated and not."""
+    figure, axes = make_axes("position in the copy", "loss (nats per token)")
+    for key, name in (("unrepeated_loss_by_position", "not repeated"), ("repeated_loss_by_position", "repeated")):
+        axes.plot(result[key], label=name)
+    axes.axhline(result["uniform_loss"], linestyle="--", color="black", linewidth=1, label="uniform guess")
+    axes.legend()
+    page.add_figure(figure, "Loss on random tokens. A model with induction copies them, and the second curve falls.")
 
 
 def write_run_report_and_card(folder: Path, result: Mapping[str, Any], examples: Sequence[Example]) -> Path:
