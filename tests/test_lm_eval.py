@@ -3,24 +3,30 @@
 from __future__ import annotations
 
 import json
+import os
+import subprocess
 import sys
 import tomllib
 from importlib.metadata import EntryPoint
 from pathlib import Path
 from typing import Any
 
+import lm_eval
 import pytest
 import torch
 from lm_eval.api.instance import Instance
 from lm_eval.api.registry import Registry
+from lm_eval.tasks import TaskManager
 
 from firth.core.errors import UserError
+from firth.evaluate.cloze import evaluate_choice
 from firth.evaluate.likelihood import text_likelihoods
 from firth.generate import generate_ids
-from firth.lm_eval import FirthLM, main
+from firth.lm_eval import FirthLM, register
 from firth.models import ModelConfig, make_model
 from firth.models.config import LearnedPosition
 from firth.models.presets import bert, gpt2, t5
+from firth.text import read_labelled
 from firth.tokens import train_tokenizer
 
 LENGTH = 48
@@ -143,7 +149,7 @@ def test_options(checkpoints: dict[str, Path]) -> None:
     assert FirthLM(str(checkpoints["t5"]), method="span").scorer.method == "span"
 
 
-def test_the_entry_point_is_a_model(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_entry_point_is_a_model() -> None:
     """As lm-eval reads it: a placeholder in its registry that is loaded when it is asked for."""
     project = tomllib.loads((Path(__file__).parents[1] / "pyproject.toml").read_text(encoding="utf-8"))["project"]
     ((name, value),) = project["entry-points"]["lm_eval.models"].items()
@@ -162,32 +168,48 @@ def write_task(folder: Path) -> None:
     data.write_text("".join(json.dumps(line) + "\n" for line in lines))
     (folder / "sleeping.yaml").write_text(
         "task: sleeping\ndataset_path: json\n"
-        f"dataset_kwargs: {{data_files: {{test: {data}}}}}\n"
+        f"dataset_kwargs: {{data_files: {{test: {data}}}, cache_dir: {folder / 'cache'}}}\n"
         "test_split: test\noutput_type: multiple_choice\n"
         'doc_to_text: "{{context}}"\ndoc_to_target: gold\ndoc_to_choice: choices\n'
         "metric_list: [{metric: acc}, {metric: acc_norm}]\n"
     )
 
 
-def test_the_command_line_gives_the_accuracies_of_firth_evaluate(
-    checkpoints: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    from firth.evaluate.cloze import evaluate_choice
-    from firth.text import read_labelled
-
-    write_task(tmp_path)
-    monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path / "cache"))
-    words = ["--model", "firth", "--model_args", f"pretrained={checkpoints['bert']}", "--tasks", "sleeping"]
-    words += ["--include_path", str(tmp_path), "--output_path", str(tmp_path / "out"), "--log_samples"]
-    monkeypatch.setattr(sys, "argv", ["lm-eval", *words])
-    main()
-    (results,) = (tmp_path / "out").rglob("results_*.json")
-    scores = json.loads(results.read_text())["results"]["sleeping"]
-    examples = read_labelled(tmp_path / "data.jsonl", "choice")
-    ours = evaluate_choice(checkpoints["bert"], examples)
+def check_samples(checkpoint: Path, folder: Path, scores: dict[str, float], samples: list[dict[str, Any]]) -> None:
+    """lm-eval's numbers are those of `firth evaluate --task choice`."""
+    ours = evaluate_choice(checkpoint, read_labelled(folder / "data.jsonl", "choice"))
     assert scores["acc,none"] == pytest.approx(ours.metrics["accuracy"])
     assert scores["acc_norm,none"] == pytest.approx(ours.metrics["accuracy_norm"])
-    (samples,) = (tmp_path / "out").rglob("samples_*.jsonl")
-    for line, prediction in zip(samples.read_text().splitlines(), ours.predictions, strict=True):
-        logps = [float(answer[0][0]) for answer in json.loads(line)["resps"]]
+    for sample, prediction in zip(samples, ours.predictions, strict=True):
+        logps = [float(answer[0][0]) for answer in sample["resps"]]
         assert logps == pytest.approx([*(prediction.scores or {}).values()], abs=1e-4)
+
+
+def test_a_task_of_ones_own(checkpoints: dict[str, Path], tmp_path: Path) -> None:
+    """A YAML file and local data: no download."""
+    write_task(tmp_path)
+    register()
+    found = lm_eval.simple_evaluate(
+        model="firth",
+        model_args=f"pretrained={checkpoints['bert']}",
+        tasks=["sleeping"],
+        task_manager=TaskManager(include_path=str(tmp_path), include_defaults=False),
+        bootstrap_iters=0,
+    )
+    assert found is not None
+    check_samples(checkpoints["bert"], tmp_path, found["results"]["sleeping"], found["samples"]["sleeping"])
+
+
+@pytest.mark.slow  # lm-eval reads all its task files first
+def test_the_command_line(checkpoints: dict[str, Path], tmp_path: Path) -> None:
+    write_task(tmp_path)
+    words = ["--model", "firth", "--model_args", f"pretrained={checkpoints['bert']}", "--tasks", "sleeping"]
+    words += ["--include_path", str(tmp_path), "--output_path", str(tmp_path / "out"), "--log_samples"]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    done = subprocess.run(
+        [sys.executable, "-m", "firth.lm_eval", *words], env=environment, capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr
+    (results,), (samples,) = ([*(tmp_path / "out").rglob(name)] for name in ("results_*.json", "samples_*.jsonl"))
+    scores = json.loads(results.read_text())["results"]["sleeping"]
+    check_samples(checkpoints["bert"], tmp_path, scores, list(map(json.loads, samples.read_text().splitlines())))

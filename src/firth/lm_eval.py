@@ -21,6 +21,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import Any
 
+import torch
 from lm_eval import utils
 from lm_eval.api.instance import Instance
 from lm_eval.api.model import TemplateLM
@@ -32,6 +33,7 @@ from firth.core.errors import UserError
 from firth.evaluate.likelihood import CausalScorer, ContinuationScorer, SplitText, make_scorer, open_model
 from firth.evaluate.logprobs import EVAL_BATCH_TOKENS, LogprobQuery
 from firth.generate import GenerationConfig, generate
+from firth.generate.decode_state import check_can_generate
 from firth.models import make_sequence_template
 from firth.tasks.chat import ChatTemplate, get_chat_template
 
@@ -49,8 +51,8 @@ class FirthLM(TemplateLM):
 
     `pretrained` is a checkpoint folder; `method` and `batch_tokens` are those of `make_scorer` (an encoder-decoder's
     default is "continuation", as in `hf`); `max_length` the window; `add_bos_token` puts the model's begin token before
-    every context of a decoder, which GPT-2's tokenizer does not. `batch_size` counts the rows of generation; likelihoods
-    are batched by `batch_tokens`.
+    every context of a decoder, which GPT-2's tokenizer does not. `batch_size` counts the rows of generation;
+    likelihoods are batched by `batch_tokens`.
     """
 
     def __init__(
@@ -67,13 +69,11 @@ class FirthLM(TemplateLM):
     ) -> None:
         super().__init__()
         model = open_model(pretrained)
-        if device is not None:
-            model.to(device)
         is_seq2seq = model.config.architecture == "encoder-decoder"
         method = "continuation" if method == "auto" and is_seq2seq else method
         self.scorer = make_scorer(model, method, max_length, batch_tokens=batch_tokens)
-        if device is not None:  # `make_scorer` moves the model to the default device
-            model.to(device)
+        if device is not None and (torch.cuda.is_available() or not device.startswith("cuda")):
+            model.to(device)  # lm-eval asks for cuda:0 unless told otherwise
         self.model, self.pretrained = model, pretrained
         self.text_tokenizer, self.vocab = self.scorer.tokenizer, self.scorer.vocab
         self.backend = "seq2seq" if isinstance(self.scorer, ContinuationScorer) else "causal"
@@ -172,6 +172,7 @@ class FirthLM(TemplateLM):
 
     def generate_until(self, requests: list[Instance], disable_tqdm: bool = False) -> list[str]:
         """Continue each context until a stop string, in batches of prompts with the same options and similar length."""
+        check_can_generate(self.model)
         results: dict[int, str] = {}
         with progress("generating", "texts", len(requests)) as shown:
             for options, rows in self.batch_prompts(requests):
@@ -246,13 +247,19 @@ class FirthLM(TemplateLM):
         }
 
 
-def main() -> None:
-    """The command line of lm-eval, with the model `firth` registered."""
+def register() -> None:
+    """Make lm-eval know the model `firth`, if it has not read the entry point."""
     import lm_eval.models  # noqa: F401 (a registry with one name would count as filled)
-    from lm_eval.__main__ import cli_evaluate
 
     if MODEL_NAME not in model_registry:
         model_registry.register(MODEL_NAME, target="firth.lm_eval:FirthLM")
+
+
+def main() -> None:
+    """The command line of lm-eval, with the model `firth` registered."""
+    from lm_eval.__main__ import cli_evaluate
+
+    register()
     cli_evaluate()
 
 

@@ -311,7 +311,7 @@ def test_pairs_relations_and_verbalizers(untrained: Any) -> None:
     assert {p.prediction for p in outcome.predictions} <= {"0", "1"}
     decoder = evaluate_in_context(untrained("gpt2"), "pair", pairs)
     assert "cloze" not in decoder.details["templates"], "a decoder does not read what comes after the label"
-    with pytest.raises(UserError, match="no field may come after {label}"):
+    with pytest.raises(UserError, match=r"no field may come after {label}"):
         evaluate_in_context(untrained("gpt2"), "pair", pairs, template=["cloze"])
     with pytest.raises(UserError, match="'same' stands for two labels"):
         evaluate_in_context(untrained("gpt2"), "pair", pairs, verbalizer={"0": "same", "1": "same"})

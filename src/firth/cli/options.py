@@ -705,8 +705,8 @@ class EvaluateOptions(OutputOptions):
     )
     template: list[str] | None = option(
         None,
-        "Write prompts by this template: a name, or a text with fields, as '{text}\\nTopic: {label}'. Repeat it for more. "
-        "Default: all built-in ones.",
+        "Write prompts by this template: a name, or a text with fields, as '{text}\\nTopic: {label}'. Repeat it for "
+        "more. Default: all built-in ones.",
         parse=parse_escapes,
     )
     verbalizer: dict[str, str] | None = option(

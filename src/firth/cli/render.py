@@ -261,8 +261,8 @@ def print_evaluation(result: Mapping[str, Any]) -> None:
         title = f"{result['task']} on {name}: {format_count(result['examples'], 'example')}"
         if "std" in result:  # over seeds and templates
             title += f", {format_count(result['shots'], 'shot')}"
-            rows = [(*row, format_score(row[0], result["std"].get(row[0]), n)) for row in rows]
-            show_table(title, ["metric", "mean", "deviation"], rows)
+            deviations = [(*row, format_score(row[0], result["std"].get(row[0]), n)) for row in rows]
+            show_table(title, ["metric", "mean", "deviation"], deviations)
         else:
             show_table(title, ["metric", "score"], rows + groups)
     say(f"The predictions are {result['predictions']}, the report {result['report']}.")

@@ -87,9 +87,9 @@ def evaluate(
     """Score a checkpoint on a file: one fine-tuned for the task, or any checkpoint for a task without fine-tuning.
 
     Returns `metrics`, and how they were computed. `settings` are those of the task (see ZERO_SHOT_TASKS); None is
-    ignored. With `shots`, labels are scored in context. "induction" needs no `data`. A file without labels gives predictions and no scores; a file with some labels is refused. Writes
-    results.json, predictions.jsonl and report.html to `output_dir`; with `numbered` to OUTPUT_DIR-2 ... if it has other
-    results.
+    ignored. With `shots`, labels are scored in context. "induction" needs no `data`. A file without labels gives
+    predictions and no scores; a file with some labels is refused. Writes results.json, predictions.jsonl and
+    report.html to `output_dir`; with `numbered` to OUTPUT_DIR-2 ... if it has other results.
     """
     checkpoint, folder = Path(checkpoint), Path(output_dir)
     settings = {name: value for name, value in settings.items() if value is not None}
@@ -154,8 +154,8 @@ def check_all_or_no_labels(data: str | Path, examples: Sequence[Example]) -> Non
 def is_finetuned_for(task: str, task_metadata: Mapping[str, Any], settings: Mapping[str, Any]) -> bool:
     """Whether the checkpoint's own head predicts; text-to-text also works without fine-tuning.
 
-    `embed` always goes through `embed_texts`, which `firth embed` calls too: both give the same vectors. With `shots` the
-    language model predicts.
+    `embed` always goes through `embed_texts`, which `firth embed` calls too: both give the same vectors. With `shots`
+    the language model predicts.
     """
     own = task_metadata.get("task") == task or (task in FINETUNE_TASKS and task not in ZERO_SHOT_TASKS)
     return own and task != "embed" and "shots" not in settings

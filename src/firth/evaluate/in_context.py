@@ -2,10 +2,10 @@
 
 A prompt is `shots` demonstrations and the query, all written by one template (`prompt_template.py`). No weight changes.
 The answer is the label with the highest log p(label | prompt) (Brown et al. 2020, section 2.4). For a decoder and an
-encoder-decoder this is a likelihood. An encoder fills a cloze: the label's tokens are masked, and each is predicted with
-those before it known and those after it masked, so that the terms multiply to a probability among labels of this
-length. A label of one token is PET's verbalizer (Schick & Schütze 2021). With `method="pseudo"` each token also sees the
-label's later tokens (Salazar et al. 2020), which favours long labels.
+encoder-decoder this is a likelihood. An encoder fills a cloze: the label's tokens are masked, and each is predicted
+with those before it known and those after it masked, so that the terms multiply to a probability among labels of this
+length. A label of one token is PET's verbalizer (Schick & Schütze 2021). With `method="pseudo"` each token also sees
+the label's later tokens (Salazar et al. 2020), which favours long labels.
 
 Small models are sensitive to the choice of demonstrations, their order and the template. So every score is a mean over
 seeds and templates, with its standard deviation, beside the share of the most frequent label.
@@ -342,12 +342,12 @@ class PromptScorer:
         return [split._replace(before=split.before[num_tokens:]) for split in splits]
 
     def describe_dropped(self, shots: int) -> list[str]:
-        if not self.num_shortened:
-            return []
-        return [
+        mean = self.num_kept / max(self.num_prompts, 1)
+        notice = (
             f"{self.num_shortened:,} of {self.num_prompts:,} prompts do not fit into {self.scorer.max_length:,} tokens "
-            f"and lost their first demonstrations: {self.num_kept / self.num_prompts:.1f} of {shots} are left on average."
-        ]
+            f"and lost their first demonstrations: {mean:.1f} of {shots} are left on average."
+        )
+        return [notice] if self.num_shortened else []
 
 
 def calibrate(logp: np.ndarray, content_free: np.ndarray) -> np.ndarray:
@@ -395,7 +395,7 @@ def summarize_runs(
     }
     summary = {name: mean_and_std(hits.mean(1).tolist()) for name, hits in by_metric.items()}
     templates = list(dict.fromkeys(run.template.name for run in runs))
-    lines = [
+    lines: list[dict[str, Any]] = [
         {"template": run.template.name, "seed": run.seed, **{name: float(hit.mean()) for name, hit in hits.items()}}
         for run, hits in zip(runs, all_hits, strict=True)
     ]
