@@ -10,6 +10,7 @@ mistake raises `UserError` before anything is written. The command line (`firth.
 
 from __future__ import annotations
 
+import math
 import re
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -23,13 +24,14 @@ from firth.core.console import format_count, progress, quiet, say, warn
 from firth.core.errors import Interrupted, UserError, did_you_mean, quote
 from firth.core.files import atomic_folder, check_output_folder, find_corruption, read_json, read_object, write_json
 from firth.core.html import resolve_page_path
-from firth.core.serialization import TYPE_KEY, to_dict
+from firth.core.serialization import TYPE_KEY, from_dict, to_dict
 from firth.generate.config import make_generation_config
 from firth.lab.check import COMPARED_TOKENIZER_KINDS as COMPARED
 from firth.lab.check import check_corpus, read_leak_examples
 from firth.lab.check_page import save_check_page as save_check
 from firth.lab.check_text import print_check
 from firth.models import (
+    ARCHITECTURE_FAMILIES,
     FAMILY_DESCRIPTIONS,
     PRESETS,
     ModelConfig,
@@ -39,6 +41,7 @@ from firth.models import (
     get_preset,
     is_preset,
     read_config,
+    shaped_model,
     with_vocabulary,
 )
 from firth.objectives import OBJECTIVES
@@ -92,11 +95,15 @@ if TYPE_CHECKING:
     from firth.evaluate.predict import Predictor as Predictor
     from firth.evaluate.predict_input import PredictInput
     from firth.generate import Blank
+    from firth.lab.planner import Planner
     from firth.lab.quickstart import quickstart as quickstart
     from firth.models import Model
+    from firth.tokens import ShardSet
+    from firth.train.distributed import DistContext
 
 # Functions import whatever loads torch when they run: a mistake is reported at once, and torch takes seconds to load.
 
+DEFAULT_PLANNED_MINUTES = 30.0  # of a run whose size is planned and that names no length
 MAX_CONCURRENT_SEQUENCES = 16  # sequences of one generation batch, beams included
 # Models that are counted, not trained: kind and default vocabulary size of their tokenizer (0: by the text's size).
 STATIC_TOKENIZERS = {"word2vec": ("word", 2**20), "glove": ("word", 2**20), "ngram": ("byte-bpe", 0)}
@@ -104,6 +111,7 @@ STATIC_FIELD_NAMES = {"num_train_epochs": "epochs", "learning_rate": "alpha"}  #
 
 # Fields of a resumed pretraining that keep the saved value unless they are given.
 KEPT_ON_RESUME_FIELDS = ("optim", "learning_rate", "weight_decay", "warm_start", "seed")
+PLANNED_FIELDS = ("model", "save_steps", "minutes")  # the same for a run whose size was planned
 DURATION_FIELDS = ("minutes", "max_steps", "num_train_epochs", "epochs")
 
 # Name, objective, number of parameters (which depends on the text) and purpose.
@@ -347,7 +355,8 @@ def pretrain(
 ) -> dict[str, Any]:
     """Pretrain a model (preset, config or checkpoint) on shards or on text.
 
-    `options` are fields of the recipe, and arguments of Corpus: `documents`, `columns`, `normalize` and so on;
+    "encoder", "decoder" or "encoder-decoder" as `model` plans size and settings for text, budget and machine, as `plan`
+    does. `options` are fields of the recipe, and arguments of Corpus: `documents`, `columns`, `normalize` and so on;
     `overrides` sets nested fields by their dotted names. A resumed run whose recipe or shards have changed is refused
     unless `allow_change`. `rewind` resumes at least N steps before the first skipped step, and skips the data between.
     `add_words` adds the text's words to the word tokenizer of a checkpoint. `dry_run` estimates the run and writes
@@ -368,7 +377,7 @@ def pretrain(
         return pretrain_static(
             str(model), data, tokenizer, data_options, changes, resume, overwrite, start_time, dry_run
         )
-    saved = {} if overwrite else read_saved_fields(Path(output_dir))
+    saved = {} if overwrite else read_saved_fields(Path(output_dir), is_architecture(model))
     plan = plan_pretraining(
         model, data, output_dir, tokenizer, objective, data_options, config, overrides, options, saved
     )
@@ -393,7 +402,7 @@ def pretrain(
             return shards
 
         with dist.enter_on_main(clock):
-            recipe = plan.resolve_recipe(dist.run_on_main(make_shards))
+            recipe = resolve_on_main(dist, plan, dist.run_on_main(make_shards), clock)
             try:
                 results = pretrain_in_folder(folder, recipe, resume, clock.start_time, allow_change, rewind)
             except Interrupted as e:
@@ -409,6 +418,30 @@ def pretrain(
             return {**results, **report}
 
 
+def resolve_on_main(dist: DistContext, plan: PretrainPlan, shards: Mapping[str, str], clock: RunClock) -> Recipe:
+    """The recipe of a run. A size is planned by the main process, as timed steps differ between processes."""
+    if plan.architecture:
+        return from_dict(
+            dist.run_on_main(lambda: to_dict(plan.resolve_recipe(shards, True, clock.elapsed_seconds))),
+            Recipe,
+            "recipe",
+        )
+    recipe = plan.resolve_recipe(shards)
+    if plan.is_new_preset and dist.is_main_process:
+        warn_of_misfit(recipe, plan, shards)
+    return recipe
+
+
+def warn_of_misfit(recipe: Recipe, plan: PretrainPlan, shards: Mapping[str, str]) -> None:
+    """Warn about a named model that is much too large or small for its text and minutes."""
+    from firth.lab.planner import describe_misfit
+
+    if not recipe.minutes or recipe.model.recurrent is not None or list(shards) != [""]:
+        return
+    if message := describe_misfit(recipe, plan.make_planner(open_shards(Path(shards[""])))):
+        warn(message)
+
+
 @contextmanager
 def report_errors() -> Iterator[None]:
     """Turn any error inside the block into a warning: a report must not fail a run whose model is written."""
@@ -418,15 +451,64 @@ def report_errors() -> Iterator[None]:
         warn(f"the report could not be written ({type(e).__name__}: {e}). The run itself is not affected.")
 
 
-def plan(fit: Sequence[str | Path], output_dir: str | Path = ".", overwrite: bool = False) -> dict[str, Any]:
-    """Fit a scaling law to finished pretraining runs: what more parameters, tokens and passes are worth.
+def plan(
+    model: str | Path = "encoder",
+    data: str | Path | Sequence[str | Path] | None = None,
+    minutes: float | None = None,
+    passes: float | None = None,
+    tokens: float | None = None,
+    fit: Sequence[str | Path] = (),
+    output_dir: str | Path = ".",
+    overwrite: bool = False,
+    tokenizer: str | Path | None = None,
+    vocab_size: int = 0,
+    lowercase: bool = False,
+    held_out: float = HELD_OUT_FRACTION,
+    **options: Any,
+) -> dict[str, Any]:
+    """Plan a pretraining: size and settings of the best model for a text, a budget and this machine.
 
-    `fit` names six or more run folders of one objective and tokenizer. Writes plan.html to `output_dir`.
+    `model` is "encoder", "decoder", "encoder-decoder" or a preset. The budget is `minutes`, `passes` over the text or
+    `tokens` to read; 30 minutes without one. `options` are fields of the recipe, and arguments of Corpus. The result
+    has `chosen` with its expected time, memory and held-out loss, `smaller` and `larger` beside it, and `command`.
+
+    `fit` fits a scaling law to six or more finished runs instead, and writes plan.html to `output_dir`.
     """
-    page = resolve_page_path(Path(output_dir), "plan", overwrite)
-    from firth.lab.plan import fit_runs
+    if fit:
+        if data is not None:
+            raise UserError("--fit reads finished runs, --data a text to plan for: leave one out.")
+        page = resolve_page_path(Path(output_dir), "plan", overwrite)
+        from firth.lab.plan import fit_runs
 
-    return fit_runs(fit, page)
+        return fit_runs(fit, page)
+    if data is None:
+        raise UserError("There is no text to plan for: give --data TEXT, or --fit RUN... for a law of your own runs.")
+    budget = {"minutes": minutes, "passes": passes, "tokens": tokens}
+    given = [name for name, value in budget.items() if value is not None]
+    if len(given) > 1:
+        raise UserError(f"--{given[0]} and --{given[1]} are two budgets: leave one out.")
+    for name in given:
+        if not 0 < float(budget[name] or 0) < math.inf:
+            raise UserError(f"--{name} is {budget[name]}, and must be more than 0.")
+    data_options = DataOptions(vocab_size, lowercase, held_out, pop_corpus_options(options))
+    length = {"minutes": minutes} if minutes else {"num_train_epochs": passes or 1.0} if passes or tokens else {}
+    requested = plan_pretraining(
+        model, data, "run", tokenizer, None, data_options, None, None, {**options, **length}, {}, tokens or 0.0
+    )
+    from firth.lab.plan_command import write_command
+
+    with TemporaryDirectory(prefix="firth-plan-") as folder, requested.open_sample(Path(folder)) as planner:
+        found = (
+            planner.plan(requested.architecture)
+            if requested.architecture
+            else planner.plan_named(str(model), requested.recipe.model)
+        )
+    source = requested.data_source
+    vocab_size = source.new_tokenizer_args[1] or (
+        default_vocab_size(source.corpus.total_bytes, source.new_tokenizer_args[0]) if source.corpus else 0
+    )
+    command = write_command(found.chosen, source.sources, source.corpus, tokenizer, vocab_size, lowercase, options)
+    return {**found.to_dict(), "notes": found.notes, "command": command}
 
 
 def prove_resume(
@@ -704,6 +786,11 @@ class PretrainPlan:
     data_source: DataSource
     chooses_batch: bool  # from the text, in a new run that names no batch
     chooses_rate: bool  # follows a batch that is chosen or set in tokens
+    make_recipe: Callable[[ModelConfig], Recipe]  # of another model, with everything that the user has set
+    architecture: str = ""  # whose size is planned; "": the model is named
+    is_new_preset: bool = False
+    keeps_save_steps: bool = False
+    token_budget: float = 0.0
 
     @property
     def inputs(self) -> list[str | Path]:
@@ -721,19 +808,104 @@ class PretrainPlan:
         """What the run would do, for --dry-run: the tokens of shards are counted, those of text are estimated."""
         from firth.lab.dry_run import describe_pretraining
 
-        recipe = self.recipe
         data, num_tokens, vocab = self.data_source.describe()
+        if self.architecture:
+            return self.describe_planned(data)
+        recipe = self.recipe
         config = recipe.model if self.keeps_vocab_size else replace(recipe.model, vocab_size=vocab)
-        return describe_pretraining(self.choose_batch(replace(recipe, model=config), num_tokens), data, num_tokens)
+        recipe = self.choose_batch(replace(recipe, model=config), num_tokens)
+        if self.is_new_preset and self.data_source.corpus is None:
+            warn_of_misfit(recipe, self, {name: str(folder) for name, folder in self.data_source.by_name.items()})
+        return describe_pretraining(recipe, data, num_tokens)
 
-    def resolve_recipe(self, shards: Mapping[str, str]) -> Recipe:
-        """The recipe with the fields that depend on the shards: paths, tokenizer and vocabulary size."""
-        tokenizer, recipe = open_shards(Path(next(iter(shards.values())))).tokenizer, self.recipe
-        if not self.keeps_vocab_size:
+    def describe_planned(self, data: dict[str, Any]) -> dict[str, Any]:
+        """The same for a size that is planned, from a sample of the text."""
+        from firth.lab.dry_run import describe_pretraining
+
+        with TemporaryDirectory(prefix="firth-plan-") as folder, self.open_sample(Path(folder)) as planner:
+            found = planner.plan(self.architecture)
+        for line in found.describe():
+            say(line)
+        run = found.chosen
+        estimate = describe_pretraining(run.recipe, data, found.text.tokens)
+        planned = {"steps": run.steps, "tokens_read": round(run.tokens_read), "passes": run.passes}
+        return {
+            "model": run.name,
+            **estimate,
+            **planned,
+            "seconds": run.seconds,
+            "peak_memory_bytes": run.memory_bytes,
+            "expected_loss": run.loss,
+        }
+
+    @contextmanager
+    def open_sample(self, folder: Path) -> Iterator[Planner]:
+        """A planner for the shards, or for a sample of the text that is tokenized into `folder`."""
+        from firth.lab.plan_text import sample_text
+
+        source = self.data_source
+        if source.corpus is None:
+            yield self.make_planner(open_shards(Path(str(source.by_name[""]))))
+            return
+        kind, size, lowercase = source.new_tokenizer_args
+        size = size or default_vocab_size(source.corpus.total_bytes, kind)
+        held_out = source.data_options.held_out
+        sample = sample_text(source.corpus, source.tokenizer, (kind, size, lowercase), held_out, folder)
+        yield self.make_planner(sample.shards, sample.scale, sample.prepare_seconds)
+
+    def make_planner(
+        self, shards: ShardSet, scale: float = 1.0, prepare_seconds: float = 0.0, elapsed_seconds: float = 0.0
+    ) -> Planner:
+        """A planner whose recipes have everything that the user has set, for a text of `scale` times these shards."""
+        from firth.lab.plan_text import read_text_facts
+        from firth.lab.planner import Planner
+        from firth.train.launch_env import read_launch_env
+
+        def make_recipe(config: ModelConfig) -> Recipe:
+            recipe = self.make_recipe(config)
+            if not self.keeps_vocab_size:
+                recipe = replace(recipe, model=with_vocabulary(recipe.model, shards.tokenizer.vocab))
+            return replace(recipe, processes=num_devices)
+
+        launched = read_launch_env()
+        num_devices = launched.world_size if launched is not None else 1
+        keeps = {"batch": self.chooses_batch, "rate": self.chooses_rate, "save_steps": not self.keeps_save_steps}
+        return Planner(
+            make_recipe,
+            shards,
+            read_text_facts(make_recipe(self.recipe.model), shards, scale, prepare_seconds),
+            tokens=self.token_budget,
+            keeps=[name for name, chosen in keeps.items() if not chosen],
+            num_devices=num_devices,
+            elapsed_seconds=elapsed_seconds,
+        )
+
+    def resolve_recipe(
+        self, shards: Mapping[str, str], times_steps: bool = False, elapsed_seconds: float = 0.0
+    ) -> Recipe:
+        """The recipe with the fields that depend on the shards: paths, tokenizer, vocabulary size, planned size.
+
+        With `times_steps` a plan times steps on a CPU; on a GPU they would have to be compiled first.
+        """
+        first = open_shards(Path(next(iter(shards.values()))))
+        recipe, tokenizer = self.recipe, first.tokenizer
+        if self.architecture:
+            from firth.train.distributed import SINGLE_PROCESS, select_device
+
+            times_steps = times_steps and select_device(SINGLE_PROCESS, recipe).type == "cpu"
+            planner = self.make_planner(first, elapsed_seconds=elapsed_seconds)
+            found = planner.plan(self.architecture, times_steps)
+            for line in found.describe():
+                say(line)
+            for note in found.notes:
+                warn(note)
+            recipe = replace(found.chosen.recipe, processes=self.recipe.processes)
+        elif not self.keeps_vocab_size:
             recipe = replace(recipe, model=with_vocabulary(recipe.model, tokenizer.vocab))
         sources = {name: folder for name, folder in shards.items() if name}
         recipe = replace(recipe, data=shards.get("", ""), sources=sources, tokenizer=tokenizer.fingerprint)
-        recipe = self.choose_batch(recipe, sum(open_shards(Path(folder)).num_tokens for folder in shards.values()))
+        if not self.architecture:
+            recipe = self.choose_batch(recipe, sum(open_shards(Path(folder)).num_tokens for folder in shards.values()))
         recipe.check()
         return recipe
 
@@ -771,10 +943,14 @@ def with_chosen_batch(recipe: Recipe, text_tokens: int) -> Recipe:
     return replace(recipe, global_batch_tokens=choice.tokens)
 
 
-def read_saved_fields(run: Path) -> dict[str, Any]:
-    """Fields that a resumed run keeps, from the recipe in its folder; empty for a new run."""
+def read_saved_fields(run: Path, is_planned: bool = False) -> dict[str, Any]:
+    """Fields that a resumed run keeps, from the recipe in its folder; empty for a new run.
+
+    A run whose size was planned keeps that too.
+    """
     saved = read_yaml_mapping(run / "recipe.yaml") if (run / "recipe.yaml").is_file() else {}
-    return {name: saved[name] for name in KEPT_ON_RESUME_FIELDS if name in saved}
+    names = (*KEPT_ON_RESUME_FIELDS, *(PLANNED_FIELDS if is_planned else ()))
+    return {name: saved[name] for name in names if name in saved}
 
 
 def plan_pretraining(
@@ -788,16 +964,27 @@ def plan_pretraining(
     overrides: Mapping[str, Any] | None,
     options: Mapping[str, Any],
     saved_fields: Mapping[str, Any] | None = None,
+    token_budget: float = 0.0,
 ) -> PretrainPlan:
     """Resolve the arguments of `pretrain` into a checked recipe and its data.
 
-    A field that is not given keeps the value of the saved recipe of a resumed run, or the model's default.
+    A field that is not given keeps the value of the saved recipe of a resumed run, or the model's default. The size of
+    an architecture is planned later, from the text; until then its smallest model stands for it. `token_budget` are
+    the tokens that a plan may read.
     """
+    architecture = str(model) if is_architecture(model) and not saved_fields else ""
     model_config, checkpoint = resolve_model(model)
     named = {"output_dir": str(output_dir), "checkpoint": str(checkpoint or ""), "data": "", "tokenizer": ""}
     changes = merge_recipe_changes(config, {**options, "objective": objective_fields(objective)}, overrides, named)
     defaults = {} if checkpoint is None else {**continued_defaults(model_config), **next_run_seed(checkpoint)}
-    recipe = update_recipe(pretraining_recipe(model_config), {**defaults, **(saved_fields or {}), **changes})
+    if architecture and not (changes.get("minutes") or changes.get("max_steps") or changes.get("num_train_epochs")):
+        say(f"no --minutes, --max-steps or --num-train-epochs: planning for {DEFAULT_PLANNED_MINUTES:g} minutes")
+        defaults["minutes"] = DEFAULT_PLANNED_MINUTES
+
+    def make_recipe(config: ModelConfig) -> Recipe:
+        return update_recipe(pretraining_recipe(config), {**defaults, **(saved_fields or {}), **changes})
+
+    recipe = make_recipe(model_config)
     recipe.check()
     check_held_out_share(data_options.held_out)
     sources = [data] if isinstance(data, str | Path) else list(data)
@@ -809,6 +996,10 @@ def plan_pretraining(
     if checkpoint and (data_options.vocab_size or data_options.lowercase):
         raise UserError(f"{checkpoint} keeps its tokenizer. Leave out --vocab-size and --lowercase.")
     mixed = parse_named_sources(sources)
+    if mixed and architecture:
+        raise UserError(
+            f"The size of {architecture} is planned for one text. Name a size for a mix: {architecture}-8x512."
+        )
     if recipe.mixing != MixConfig() and not mixed:
         raise UserError("A mix needs several named sources: --data a=a.txt --data b=b.txt.")
     if mixed:  # refuse wrong names before any text is tokenized
@@ -821,7 +1012,18 @@ def plan_pretraining(
     keeps_vocab_size = (checkpoint is not None and not data_options.add_words) or "model.vocab_size" in changes
     names_batch = recipe.per_device_train_batch_size or recipe.global_batch_tokens
     chooses_rate = not saved_fields and "learning_rate" not in changes
-    return PretrainPlan(recipe, keeps_vocab_size, source, not (saved_fields or names_batch), chooses_rate)
+    return PretrainPlan(
+        recipe,
+        keeps_vocab_size,
+        source,
+        not (saved_fields or names_batch),
+        chooses_rate,
+        make_recipe,
+        architecture,
+        not saved_fields and checkpoint is None,
+        "save_steps" in changes,
+        token_budget,
+    )
 
 
 def check_can_add_words(checkpoint: Path | None, sources: Sequence[str | Path]) -> None:
@@ -868,9 +1070,19 @@ def objective_fields(name: str | None) -> dict[str, Any] | None:
     return {TYPE_KEY: type(OBJECTIVES[name]).__name__, **to_dict(OBJECTIVES[name])}
 
 
+def is_architecture(model: str | Path) -> bool:
+    """Whether MODEL is an architecture, whose size is planned; a checkpoint folder of that name comes first."""
+    return str(model) in ARCHITECTURE_FAMILIES and not (Path(model) / "config.json").is_file()
+
+
 def resolve_model(name: str | Path) -> tuple[ModelConfig, Path | None]:
-    """Config of a preset, config file or checkpoint folder, and the folder of its weights."""
+    """Config of a preset, config file or checkpoint folder, and the folder of its weights.
+
+    An architecture has the config of its smallest model.
+    """
     path = Path(name)
+    if is_architecture(name):
+        return shaped_model(str(name), 2, 64), None
     if path.is_dir() and ((path / "config.json").is_file() or not is_preset(str(name))):
         return read_config(path), path
     if path.is_file():

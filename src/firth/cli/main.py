@@ -38,6 +38,7 @@ app = typer.Typer(
 command = partial(opt.add_command, app)
 
 DISTRIBUTED_FIELDS = ("parallel", "cpu_offload")  # for commands that torchrun may start
+FIT_OPTIONS = ("data", "output_dir", "overwrite")  # `plan` takes them with --fit; --data to refuse it
 SUITE_OPTIONS = ("tasks", "seeds", "config", "resume", "overrides")  # `evaluate` takes them only with --suite
 MAX_LOGIT_DIFFERENCE = 1e-3  # between logits: rounding explains less than this
 INTERRUPTED_EXIT_CODE = 130  # after Ctrl-C
@@ -121,7 +122,7 @@ def prepare(json: bool, **options: Any) -> None:
     "learning_rate bf16 fp8 compile device save_steps seed",
     hidden_fields=("checkpoint",),
     examples="""
-firth pretrain bert-tiny --data books/ --output-dir run --minutes 10
+firth pretrain encoder --data books/ --output-dir run --minutes 10
 firth pretrain gpt2-small --data shards --output-dir run --max-steps 20000
 firth pretrain t5-base --data shards --output-dir run engine.weights=bf16
 """,
@@ -136,18 +137,29 @@ def pretrain(json: bool, resume: bool, resume_from_checkpoint: bool = False, **o
 @command(
     opt.PlanOptions,
     examples="""
-firth plan --fit runs/*
+firth plan --data books/ --minutes 10              # the best encoder
+firth plan --data books/ --passes 10 decoder
+firth plan --fit runs/*                            # a law of your own runs
 """,
 )
-def plan(json: bool, fit: list[str], more: list[str] | None = None, **options: Any) -> None:
-    """Fit a scaling law to finished pretraining runs: what more parameters, tokens and passes are worth.
+def plan(json: bool, model: list[str] | None = None, fit: list[str] | None = None, **options: Any) -> None:
+    """Plan a pretraining: the best size and settings for a text, a budget and this machine.
 
-    Needs six or more runs of one objective and tokenizer that differ in size and tokens.
+    Times some steps, and prints the expected time, memory and held-out loss beside a smaller and a larger model, and
+    the command to paste. Nothing is written, except with --fit.
     """
     from firth import api
 
-    result = api.plan(fit=[*fit, *(more or ())], **options)
-    render.print_json(result) if json else render.print_scaling_law(result)
+    others = model or []
+    if fit:
+        result = api.plan(fit=[*fit, *others], **{k: v for k, v in options.items() if k in FIT_OPTIONS})
+        render.print_json(result) if json else render.print_scaling_law(result)
+        return
+    if len(others) > 1:
+        raise UserError(f"plan takes one MODEL, and {len(others)} were given: {' '.join(others[:3])}.")
+    planned = {name: value for name, value in options.items() if name not in ("output_dir", "overwrite")}
+    result = api.plan(others[0] if others else "encoder", **planned)
+    render.print_json(result) if json else render.print_plan(result)
 
 
 @command(

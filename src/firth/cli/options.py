@@ -36,8 +36,8 @@ from firth.text.normalize import NORMALIZERS
 from firth.train import parse_overrides
 from firth.train.recipe import BOUNDS
 
-REQUIRED, TEXT, DATA, TRAINING, COMPUTE, RUN, OUTPUT, KEY_VALUE = (
-    *("Required", "Reading text", "Data", "Training", "Compute", "Run", "Output", "KEY=VALUE"),
+REQUIRED, TEXT, DATA, TRAINING, COMPUTE, RUN, OUTPUT, KEY_VALUE, BUDGET = (
+    *("Required", "Reading text", "Data", "Training", "Compute", "Run", "Output", "KEY=VALUE", "Budget (one of them)"),
 )
 # Topic in --help of each option, by the dataclass that has it; required ones are under "Required".
 TOPICS = {
@@ -471,8 +471,8 @@ class PretrainDataOptions(RecipeOptions, TextOptions):
 
     model: str = option(
         ...,
-        "A preset (`firth models` lists them), a config.json or a checkpoint folder. For pretrain also word2vec, glove "
-        "or ngram.",
+        "encoder, decoder or encoder-decoder, in the size that `firth plan` chooses; a preset (`firth models` lists "
+        "them), a config.json or a checkpoint folder. For pretrain also word2vec, glove or ngram.",
         argument=True,
     )
     data: list[str] = option(
@@ -600,11 +600,31 @@ class PretrainOptions(PretrainDataOptions, ResumeOptions, DryRunOptions):
 
 
 @dataclass(kw_only=True)
-class PlanOptions(JsonOptions):
-    fit: list[str] | None = option(None, "Fit a law to these finished runs: six or more.", "RUN...", required=True)
-    more: list[str] | None = option(None, "The other runs of --fit.", "[RUN]...", argument=True)
-    output_dir: str = option(".", "Write plan.html to this folder.", "FOLDER")
-    overwrite: bool = option(False, "Replace a plan.html that `firth plan` did not write.")
+class PlanOptions(TextOptions, JsonOptions):
+    model: list[str] | None = option(
+        None,
+        "encoder, decoder or encoder-decoder, whose size is planned; or a preset, to see what it would reach. With "
+        "--fit: the other runs. Default: encoder.",
+        "[MODEL]",
+        argument=True,
+    )
+    data: list[str] | None = option(None, "Plan for these shards, or for this text.", "PATH", required=True)
+    minutes: float | None = option(None, "Plan for a run of this many minutes. Default: 30.", topic=BUDGET)
+    passes: float | None = option(None, "Plan for this many passes over the text, whatever they take.", topic=BUDGET)
+    tokens: float | None = option(None, "Plan for a run that reads this many tokens.", topic=BUDGET)
+    tokenizer: str | None = option(None, "Use the tokenizer in this folder. Default: train one.", "FOLDER")
+    vocab_size: int = option(0, "Set the size of a trained tokenizer; 0 chooses it by the size of the text.")
+    lowercase: bool = option(False, "Lowercase the text in a trained tokenizer.", common=False)
+    held_out: float = option(0.05, "Hold out this fraction of the documents for evaluation.")
+    max_seq_length: int | None = option(
+        None, "Set the row length in tokens. Default: 128.", topic=DATA, bounds={"ge": 4}
+    )
+    device: str | None = option(None, "Plan for the cpu or for cuda. Default: a GPU if there is one.", "NAME")
+    fit: list[str] | None = option(
+        None, "Fit a law to these finished runs instead: six or more.", "RUN...", topic="Your own runs"
+    )
+    output_dir: str = option(".", "With --fit: write plan.html to this folder.", "FOLDER")
+    overwrite: bool = option(False, "With --fit: replace a plan.html that `firth plan` did not write.")
 
 
 @dataclass(kw_only=True)

@@ -18,6 +18,7 @@ from firth.core.console import (
     say,
     show_table,
     stdout_console,
+    warn,
 )
 from firth.core.files import format_bytes, replace_nonfinite
 
@@ -233,6 +234,42 @@ def print_arms(result: Mapping[str, Any]) -> None:
     cells = [(arm, *format_score_row(result["metric"], names[1:], values)) for arm, *values in rows]
     show_table(f"{result['task']} from two starts", names, cells)
     say(f"The model is {result['output_dir']}/final, the report {result['report']}.")
+
+
+def print_plan(result: Mapping[str, Any]) -> None:
+    """A plan beside its alternatives, where it extrapolates, and the command to paste."""
+    text, chosen = result["text"], result["chosen"]
+    about = "about " if text["is_estimated"] else ""
+    runs = [("smaller", result["smaller"]), ("planned", chosen), ("larger", result["larger"])]
+    shown = [(name, plan_column(run)) for name, run in runs if run is not None]
+    rows = [(row, *(column[row] for _, column in shown)) for row in plan_column(chosen)]
+    tokens = f"{about}{text['tokens']:,} tokens in {format_count(text['documents'], 'document')}"
+    show_table(f"{tokens}, on {result['device']}", ("", *(name for name, _ in shown)), rows)
+    points = "; ".join(f"{name}: {reason}" for name, reason in chosen["extrapolations"].items())
+    say(f"The expected loss is extrapolated. {points}." if points else "The expected loss is within what was measured.")
+    for note in result["notes"]:
+        warn(note)
+    print_text(result["command"])
+
+
+def plan_column(run: Mapping[str, Any]) -> dict[str, str]:
+    """The figures of a planned run, by the name of their row."""
+    rate = f", mask rate {run['mask_rate']:.0%}" if run["mask_rate"] else ""
+    return {
+        "model": run["model"],
+        "parameters": f"{run['parameters'] / 1e6:,.1f}M",
+        "objective": f"{run['objective']}{rate}",
+        "vocabulary, row length": f"{run['vocab_size']:,}, {run['row_length']}",
+        "global batch": f"{run['global_batch_tokens']:,} tokens",
+        "optimizer, rate, schedule": f"{run['optim']}, {run['learning_rate']:g}, {run['lr_scheduler_type']}",
+        "steps": f"{run['steps']:,}",
+        "passes": f"{run['passes']:.1f}",
+        "checkpoint every": format_count(run["save_steps"], "step"),
+        "tokens per second": f"{run['tokens_per_second']:,.0f}" + ("" if run["is_timed"] else " (estimated)"),
+        "time": format_duration(run["seconds"]),
+        "peak memory": format_bytes(run["memory_bytes"]),
+        "expected held-out loss": f"{run['expected_loss']:.2f}",
+    }
 
 
 def print_scaling_law(result: Mapping[str, Any]) -> None:

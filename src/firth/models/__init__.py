@@ -55,7 +55,14 @@ if TYPE_CHECKING:
     )
     from firth.models.parameters import count_parameters
     from firth.models.ppmi import ppmi_embeddings, set_token_embeddings, warm_start_embeddings
-    from firth.models.presets import FAMILY_DESCRIPTIONS, PRESETS, get_preset, is_preset
+    from firth.models.presets import (
+        ARCHITECTURE_FAMILIES,
+        FAMILY_DESCRIPTIONS,
+        PRESETS,
+        get_preset,
+        is_preset,
+        shaped_model,
+    )
     from firth.models.resize_vocab import grow_vocabulary
     from firth.models.scalar_mix import ScalarMix
     from firth.models.sizes import flops_per_token
@@ -63,6 +70,7 @@ if TYPE_CHECKING:
     from firth.models.template import make_prompt_suffix, make_sequence_template
 
 __all__ = [
+    "ARCHITECTURE_FAMILIES",
     "FAMILY_DESCRIPTIONS",
     "FIRTH_MODEL_TYPE",
     "MOBILEBERT_DISTILLATION",
@@ -115,6 +123,7 @@ __all__ = [
     "read_config",
     "read_tensors",
     "set_token_embeddings",
+    "shaped_model",
     "to_hf_config",
     "warm_start_embeddings",
     "with_extras",

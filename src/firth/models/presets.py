@@ -7,6 +7,8 @@ a position offset.
 
 from __future__ import annotations
 
+import re
+from collections.abc import Callable
 from typing import Any
 
 from firth.core.errors import UserError, did_you_mean, quote
@@ -565,13 +567,40 @@ FAMILY_DESCRIPTIONS: dict[str, str] = {
 
 PRESET_ALIASES = {"ulmfit": "ulmfit-base", "elmo": "elmo-base"}  # a bare family name means the published size
 
+# The family of each architecture for a model whose size is chosen, not published (`shaped_model`).
+ARCHITECTURE_FAMILIES: dict[str, Callable[..., ModelConfig]] = {
+    "encoder": modernbert,
+    "decoder": llama,
+    "encoder-decoder": t5_v1_1,
+}
+SHAPE_PATTERN = re.compile(rf"({'|'.join(ARCHITECTURE_FAMILIES)})-([1-9]\d*)x([1-9]\d*)")
+HEAD_DIM = 64  # width of a head, as in BERT, GPT-2 and ModernBERT
+MLP_RATIO = 2.625  # of a gated MLP: 8 layers of 512 with 1,344 were measured (docs/results.md)
+
+
+def shaped_model(architecture: str, num_layers: int, dim: int) -> ModelConfig:
+    """Return a model of this depth and width: heads of 64, and an MLP of 2.625 widths in multiples of 64.
+
+    >>> config = shaped_model("encoder", 8, 512)
+    >>> config.family, config.num_heads, config.mlp.dim
+    ('modernbert', 8, 1344)
+    """
+    if dim % HEAD_DIM:
+        raise UserError(f"{architecture}-{num_layers}x{dim}: the width must be a multiple of {HEAD_DIM}.")
+    mlp_dim = HEAD_DIM * round(MLP_RATIO * dim / HEAD_DIM)
+    return ARCHITECTURE_FAMILIES[architecture](num_layers, dim, dim // HEAD_DIM, mlp_dim)
+
 
 def is_preset(name: str) -> bool:
-    return name in PRESETS or name in PRESET_ALIASES
+    return name in PRESETS or name in PRESET_ALIASES or SHAPE_PATTERN.fullmatch(name) is not None
 
 
 def get_preset(name: str) -> ModelConfig:
+    """Return the config of a preset, or of a shape: encoder-8x512 has 8 layers of width 512."""
     name = PRESET_ALIASES.get(name, name)
+    if shape := SHAPE_PATTERN.fullmatch(name):
+        return shaped_model(shape[1], int(shape[2]), int(shape[3]))
     if name not in PRESETS:
-        raise UserError(f"Unknown model {quote(name)}. {did_you_mean(name, PRESETS)} `firth models` lists them all.")
+        known = [*ARCHITECTURE_FAMILIES, *PRESETS]
+        raise UserError(f"Unknown model {quote(name)}. {did_you_mean(name, known)} `firth models` lists them all.")
     return PRESETS[name]

@@ -33,6 +33,7 @@ from firth.tokens import MixedShards, ShardSet
 from firth.train.compute import choose_compute
 from firth.train.dataloader import make_batch, make_row_dataset
 from firth.train.distributed import DistContext, select_device
+from firth.train.live_memory import LiveMemory
 from firth.train.optim import make_optimizer
 from firth.train.recipe import Recipe
 from firth.train.resources import available_memory, estimate_resources
@@ -230,3 +231,15 @@ class MemoryTrial:
         with torch.autograd.graph.saved_tensors_hooks(count, lambda tensor: tensor):
             compute_gradients(self.run, self.runner, [self.make_batch(rows)], 0, RecurrentStateDict())
         return sum(found.values())
+
+    def traced_bytes(self, rows: int) -> int:
+        """Return the most that a step adds to weights and optimizer state on a CPU: gradients, activations, buffers."""
+        batch = self.make_batch(rows)
+        if not self.optimizer.state:  # the first step allocates it
+            train_step(self.run, self.runner, self.optimizer, [batch], 0, 0.0)
+        self.optimizer.zero_grad(set_to_none=True)
+        states = (value for state in self.optimizer.state.values() for value in state.values())
+        existing = [*self.model.parameters(), *self.model.buffers(), *filter(torch.is_tensor, states)]
+        with LiveMemory(existing) as live:
+            train_step(self.run, self.runner, self.optimizer, [batch], 0, 0.0)
+        return live.peak_bytes

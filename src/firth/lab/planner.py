@@ -1,0 +1,545 @@
+"""`firth plan`: the size of a model, and its settings, for a text, a budget and this machine.
+
+The held-out loss falls with the size of a model and with the tokens that it reads (`expected_loss.py`). In a given
+time a larger model reads less: its steps are slower. So for each shape of a ladder the planner asks how many tokens fit
+into the budget, what loss is expected after them, and takes the lowest; of almost equal ones the smallest. The same
+rule answers a budget of passes or tokens, where time does not count.
+
+1. *Speed.* The seconds of a step are a line: seconds that do not depend on rows (the optimizer), and seconds per row. A
+   matrix product estimates it for every shape. Then steps of the best shape and of its neighbours are timed, and the
+   others are corrected by the ratio of the two, until the best one and its neighbours are timed.
+2. *Memory.* The bytes are a line too, from two traced steps (`train/batch_size.py`).
+3. *Settings.* Global batch and learning rate follow the rules of `recipes/pretraining.py`, at the speed of (1).
+
+A run with `minutes` keeps its time whatever is planned here: it times its own steps, and plans again while it works
+(`train/replan.py`). So an error of (1) changes the size that is chosen, not the end of the run.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, NamedTuple
+
+import torch
+
+from firth.core.console import format_count, format_duration, quiet, say
+from firth.core.errors import UserError
+from firth.core.files import format_bytes
+from firth.lab.expected_loss import ExpectedLoss, read_loss_table
+from firth.lab.plan_text import TextFacts
+from firth.models import ModelConfig, count_parameters, flops_per_token
+from firth.models.presets import shaped_model
+from firth.objectives.registry import describe_objective
+from firth.recipes import choose_batch, scale_rate_to_batch
+from firth.tokens import ShardSet
+from firth.train.batch_size import (
+    CPU_MICRO_BATCH_TOKENS,
+    CPU_USABLE_SHARE,
+    GPU_USABLE_SHARE,
+    MemoryTrial,
+    fit_line,
+    global_batch_rows,
+    largest_divisor,
+    rows_that_fit,
+)
+from firth.train.compute import choose_compute, choose_threads, limit_threads, thread_choices
+from firth.train.distributed import SINGLE_PROCESS, select_device
+from firth.train.pretrain import EVALS_PER_PRETRAINING, time_pretraining
+from firth.train.recipe import Recipe
+from firth.train.replan import affordable_steps, limit_evaluations
+from firth.train.resources import available_memory, estimate_resources, measure_flops
+from firth.train.step import train_step
+
+# Layers and width of the models to choose from; each has three to four times the parameters of the one before.
+SHAPE_LADDER = (
+    (2, 64),
+    (3, 128),
+    (4, 256),
+    (6, 384),
+    (8, 512),
+    (12, 768),
+    (16, 1024),
+    (24, 1536),
+    (24, 2048),
+)
+SAME_LOSS_TOLERANCE = 0.01  # relative difference below which the smaller model is taken
+# Parameters per token of text: GPT-BERT of 119M learns well from 14M tokens (Charpentier & Samuel 2024).
+MAX_PARAMETERS_PER_TOKEN = 10
+MAX_EXTRAPOLATION = 4.0  # times the largest measured model, where no time limits the size
+MIN_RUN_STEPS = 50  # steps below which a size is not planned: the rate has hardly warmed up
+MAX_TIMED_SHAPES = 5
+TIMED_TOKENS, MIN_TIMED_TOKENS = 2048, 256  # tokens of the smaller of two timed steps; the second for slow models
+MAX_TIMING_SECONDS = 20.0  # of one size, about: slower ones are timed with shorter steps
+TIMING_STEPS = 12  # as long as the smaller step, in all: traced and timed ones
+TIMED_STEPS = 2  # the fastest counts
+ACTIVATION_BYTES = 64  # per layer, unit of width and token, where no step is traced: 16 numbers in float32
+GPU_STEP_SECONDS = 2e-3  # at least, of a step that is not timed: optimizer and launches
+GPU_LOADER_TOKENS = 4e6  # tokens per second that one process makes batches of (docs/results.md)
+GPU_START_SECONDS = 30.0  # from the command to the first step: libraries, compiling, first embeddings (docs/history.md)
+CPU_START_SECONDS = 8.0
+SAVE_SECONDS = 300.0  # at most between two checkpoints
+SAVES_PER_RUN = 10  # at most
+LONG_RUN_SECONDS = 86400.0  # a longer run is warned about
+MISFIT_LOSS_RATIO = 1.05  # a preset whose expected loss is higher than the best one's by this factor is warned about
+
+
+class StepCosts(NamedTuple):
+    """Seconds and bytes of a step on this machine, as lines over its rows."""
+
+    fixed_seconds: float
+    row_seconds: float
+    fixed_bytes: float
+    row_bytes: float
+    is_timed: bool
+
+    def step_seconds(self, rows: int) -> float:
+        return self.fixed_seconds + self.row_seconds * rows
+
+    def eval_seconds(self, rows: int) -> float:
+        """Seconds of an evaluation: a forward pass is a third of a step."""
+        return self.row_seconds * rows / 3
+
+
+@dataclass(frozen=True)
+class PlannedRun:
+    """One size with its settings, and what is expected of it."""
+
+    name: str
+    recipe: Recipe
+    parameters: int
+    costs: StepCosts
+    steps: int
+    passes: float
+    tokens_read: float
+    seconds: float
+    memory_bytes: int
+    loss: float
+    extrapolations: dict[str, str] = field(default_factory=dict)
+
+    @property
+    def tokens_per_second(self) -> float:
+        rows = global_batch_rows(self.recipe, self.recipe.processes)
+        return rows * self.recipe.max_seq_length / self.costs.step_seconds(rows)
+
+    def to_dict(self) -> dict[str, Any]:
+        recipe = self.recipe
+        return {
+            "model": self.name,
+            "family": recipe.model.family,
+            "parameters": self.parameters,
+            "layers": recipe.model.num_layers,
+            "width": recipe.model.dim,
+            "vocab_size": recipe.model.vocab_size,
+            "row_length": recipe.max_seq_length,
+            "global_batch_tokens": recipe.global_batch_tokens,
+            "learning_rate": recipe.learning_rate,
+            "lr_scheduler_type": recipe.lr_scheduler_type,
+            "optim": recipe.optim,
+            "objective": describe_objective(recipe.objective)["name"] or type(recipe.objective).__name__,
+            "mask_rate": getattr(recipe.objective, "rate", None),
+            "steps": self.steps,
+            "passes": self.passes,
+            "tokens_read": self.tokens_read,
+            "save_steps": recipe.save_steps,
+            "tokens_per_second": self.tokens_per_second,
+            "is_timed": self.costs.is_timed,
+            "seconds": self.seconds,
+            "memory_bytes": self.memory_bytes,
+            "expected_loss": self.loss,
+            "extrapolations": self.extrapolations,
+        }
+
+
+@dataclass(frozen=True)
+class RunPlan:
+    """The chosen run, and the sizes before and after it."""
+
+    chosen: PlannedRun
+    smaller: PlannedRun | None
+    larger: PlannedRun | None
+    text: TextFacts
+    device: str
+    notes: list[str] = field(default_factory=list)
+
+    def to_dict(self) -> dict[str, Any]:
+        return {
+            "text": self.text._asdict(),
+            "device": self.device,
+            "chosen": self.chosen.to_dict(),
+            "smaller": self.smaller.to_dict() if self.smaller else None,
+            "larger": self.larger.to_dict() if self.larger else None,
+        }
+
+    def describe(self) -> list[str]:
+        """Return the plan in a few lines."""
+        run, recipe, text = self.chosen, self.chosen.recipe, self.text
+        facts = run.to_dict()
+        about = "about " if text.is_estimated else ""
+        warmup = f"{recipe.warmup_steps:,} steps" if recipe.warmup_steps >= 0 else "10%"
+        rate = f", mask rate {facts['mask_rate']:.0%}" if facts["mask_rate"] else ""
+        others = [
+            f"{word} {other.name}: {other.loss:.2f}"
+            for word, other in (("smaller", self.smaller), ("larger", self.larger))
+            if other is not None
+        ]
+        speed = f"{run.tokens_per_second:,.0f} tokens/s{'' if run.costs.is_timed else ' (estimated)'}"
+        words = [
+            f"{run.name} ({recipe.model.family}), {run.parameters / 1e6:,.1f}M parameters",
+            f"for {about}{text.tokens:,} tokens in {format_count(text.documents, 'document')} on {self.device}",
+        ]
+        length = [
+            f"{format_count(run.steps, 'step')} of {recipe.global_batch_tokens:,} tokens",
+            f"{run.passes:.1f} passes",
+            f"{format_duration(run.seconds)} at {speed}",
+            f"{format_bytes(run.memory_bytes)} of memory",
+        ]
+        settings = [
+            f"{facts['objective']}{rate}",
+            f"vocabulary {recipe.model.vocab_size:,}",
+            f"rows of {recipe.max_seq_length}",
+            f"{recipe.optim} at {recipe.learning_rate:g}",
+            f"{recipe.lr_scheduler_type} after {warmup} warm-up",
+            f"a checkpoint every {format_count(recipe.save_steps, 'step')}",
+        ]
+        loss = f"expected held-out loss {run.loss:.2f}" + (f" ({'; '.join(others)})" if others else "")
+        lines = [f"plan: {line}" for line in (*map(", ".join, (words, length, settings)), loss)]
+        if run.extrapolations:
+            points = "; ".join(f"{name}: {reason}" for name, reason in run.extrapolations.items())
+            lines.append(f"plan: the loss is extrapolated: {points}")
+        return lines
+
+
+class Planner:
+    """Plans runs of one text on one machine.
+
+    `make_recipe` returns the recipe of a model with what the user has set. `keeps` names what must not be chosen:
+    "batch", "rate", "save_steps". `tokens` is a budget in tokens; minutes, steps and epochs are in the recipe.
+    """
+
+    def __init__(
+        self,
+        make_recipe: Callable[[ModelConfig], Recipe],
+        shards: ShardSet,
+        text: TextFacts,
+        *,
+        tokens: float = 0.0,
+        keeps: Sequence[str] = (),
+        num_devices: int = 1,
+        elapsed_seconds: float = 0.0,
+        table: dict[str, ExpectedLoss] | None = None,
+    ) -> None:
+        self.make_recipe, self.shards, self.text = make_recipe, shards, text
+        self.tokens, self.keeps, self.num_devices = tokens, keeps, num_devices
+        self.table = table or read_loss_table()
+        self.elapsed_seconds = elapsed_seconds
+        self.costs: dict[str, StepCosts] = {}  # timed
+        self.estimates: dict[str, StepCosts] = {}
+        self.corrections: dict[int, float] = {}  # by width: timed seconds per row over estimated ones
+        self.flops = 0.0  # of a matrix product, measured once
+        self.threads_chosen = False
+
+    # --- costs
+
+    def device(self, recipe: Recipe) -> torch.device:
+        return select_device(SINGLE_PROCESS, recipe)
+
+    def estimate_costs(self, name: str, recipe: Recipe) -> StepCosts:
+        """Return the costs from the number of operations and of parameters alone."""
+        if name in self.estimates:
+            return self.estimates[name]
+        device, length = self.device(recipe), recipe.max_seq_length
+        self.flops = self.flops or measure_flops(device)
+        row_seconds = 3 * flops_per_token(recipe.model, length) * length / self.flops
+        fixed_seconds = 0.0
+        if device.type == "cuda":
+            row_seconds, fixed_seconds = max(row_seconds, length / GPU_LOADER_TOKENS), GPU_STEP_SECONDS
+        row_bytes = ACTIVATION_BYTES * recipe.model.dim * recipe.model.num_layers * length
+        self.estimates[name] = StepCosts(
+            fixed_seconds, row_seconds / self.num_devices, self.fixed_bytes(recipe), row_bytes, False
+        )
+        return self.estimates[name]
+
+    def fixed_bytes(self, recipe: Recipe, with_gradients: bool = True) -> int:
+        """Return the bytes of weights, gradients and optimizer state, and of a checkpoint that is being written."""
+        resources = estimate_resources(recipe.model, replace(recipe, per_device_train_batch_size=1))
+        gradients = 0 if with_gradients else resources.memory_bytes - resources.checkpoint_bytes
+        return resources.needed_memory(self.device(recipe)) - gradients
+
+    def timed_rows(self, name: str, recipe: Recipe) -> int:
+        """Return the rows of the smaller of two timed steps: fewer for slow models."""
+        seconds = TIMING_STEPS * TIMED_TOKENS / recipe.max_seq_length * self.costs_of(name, recipe).row_seconds
+        tokens = TIMED_TOKENS * min(1.0, MAX_TIMING_SECONDS / seconds)
+        return max(1, round(max(tokens, MIN_TIMED_TOKENS) / recipe.max_seq_length))
+
+    def time_costs(self, name: str, recipe: Recipe) -> StepCosts:
+        """Return the costs from traced and timed steps of a few rows."""
+        device = self.device(recipe)
+        trial, rows = MemoryTrial(recipe, self.shards, device), self.timed_rows(name, recipe)
+        if device.type == "cuda":
+            fixed_bytes, row_bytes = fit_line(rows, trial.peak_bytes(rows), trial.peak_bytes(2 * rows))
+            del trial
+            torch.cuda.empty_cache()
+            costs = StepCosts(0.0, 0.0, fixed_bytes, row_bytes, True)
+            return costs._replace(row_seconds=self.time_compiled_row(recipe, costs) / self.num_devices)
+        step_bytes, row_bytes = fit_line(rows, trial.traced_bytes(rows), trial.traced_bytes(2 * rows))
+        if not self.threads_chosen:
+            with quiet():
+                choose_threads(thread_choices(recipe, choose_compute(recipe)), lambda: time_rows(trial, rows))
+            self.threads_chosen = True
+        fixed, row_seconds = fit_time(rows, *(time_rows(trial, n) for n in (rows, 2 * rows)))
+        fixed_bytes = step_bytes + self.fixed_bytes(recipe, with_gradients=False)
+        return StepCosts(fixed, row_seconds / self.num_devices, fixed_bytes, row_bytes, True)
+
+    def time_compiled_row(self, recipe: Recipe, costs: StepCosts) -> float:
+        """Return the seconds of a step over its rows on one GPU, compiled as the run will be."""
+        step_rows = max(1, global_batch_rows(recipe, recipe.processes) // self.num_devices)
+        rows = self.micro_batch_rows(recipe, costs, step_rows * self.num_devices)
+        whole = replace(
+            recipe,
+            per_device_train_batch_size=rows,
+            gradient_accumulation_steps=step_rows // rows,
+            global_batch_tokens=0,
+            processes=1,
+            data=str(self.shards.folder),
+        )
+        with quiet():
+            return time_pretraining(whole)[0] / step_rows
+
+    def costs_of(self, name: str, recipe: Recipe) -> StepCosts:
+        """Return timed costs, or estimated ones, corrected by the timed shape whose width is nearest."""
+        if name in self.costs:
+            return self.costs[name]
+        costs, dim = self.estimate_costs(name, recipe), recipe.model.dim
+        if not self.corrections:
+            return costs
+        nearest = min(self.corrections, key=lambda width: abs(math.log(width / dim)))
+        return costs._replace(row_seconds=costs.row_seconds * self.corrections[nearest])
+
+    # --- one size
+
+    def plan_run(self, name: str, model: ModelConfig) -> PlannedRun:
+        """Return the settings of a model, and what is expected of it."""
+        recipe = self.make_recipe(model)
+        costs, text = self.costs_of(name, recipe), self.text
+        recipe = self.with_batch(recipe, costs)
+        rows = global_batch_rows(recipe, recipe.processes)
+        steps, seconds = self.count_steps(recipe, costs, rows)
+        passes = steps * rows / text.rows
+        if "save_steps" not in self.keeps:
+            recipe = replace(recipe, save_steps=choose_save_steps(steps, costs.step_seconds(rows)))
+        if self.tokens and not recipe.minutes:
+            recipe = replace(recipe, max_steps=steps)
+        parameters, law = count_parameters(recipe.model), self.table[recipe.model.architecture]
+        tokens_read = passes * text.tokens
+        point = (parameters, tokens_read, text.tokens, text.unigram_entropy)
+        found = law.extrapolations(*point)
+        if describe_objective(recipe.objective)["name"] != law.objective:
+            found["objective"] = f"{law.objective} was measured"
+        if recipe.model.family != law.family:
+            found["family"] = f"{law.family} was measured, not {recipe.model.family}"
+        memory = costs.fixed_bytes + costs.row_bytes * self.micro_batch_rows(recipe, costs, rows)
+        return PlannedRun(
+            name, recipe, parameters, costs, steps, passes, tokens_read, seconds, round(memory), law.loss(*point), found
+        )
+
+    def with_batch(self, recipe: Recipe, costs: StepCosts) -> Recipe:
+        """Return the recipe with its global batch, and the learning rate that follows from it."""
+        if "batch" not in self.keeps:
+            # speed and batch depend on each other: the optimizer's part of a step shrinks with the batch
+            for _ in range(2):
+                rows = global_batch_rows(recipe, recipe.processes)
+                speed = rows * recipe.max_seq_length / costs.step_seconds(rows)
+                read: dict[str, Any] = {"tokens_read": self.tokens or recipe.num_train_epochs * self.text.tokens}
+                if recipe.minutes:
+                    read = {"tokens_read": max(self.seconds_left(recipe), 1.0) * speed}
+                elif recipe.max_steps:
+                    read = {"max_steps": recipe.max_steps}
+                on_gpu = self.device(recipe).type == "cuda"
+                choice = choose_batch(
+                    recipe.model, recipe.max_seq_length, self.text.tokens, on_gpu, self.num_devices, **read
+                )
+                recipe = replace(recipe, global_batch_tokens=choice.tokens)
+        if "rate" not in self.keeps and recipe.global_batch_tokens:
+            rate = scale_rate_to_batch(recipe.learning_rate, recipe.model, recipe.global_batch_tokens)
+            recipe = replace(recipe, learning_rate=rate)
+        return recipe
+
+    def start_seconds(self, recipe: Recipe) -> float:
+        return GPU_START_SECONDS if self.device(recipe).type == "cuda" else CPU_START_SECONDS
+
+    def seconds_left(self, recipe: Recipe) -> float:
+        """Return the seconds of `minutes` for steps and evaluations."""
+        used = self.elapsed_seconds + self.text.prepare_seconds + self.start_seconds(recipe)
+        return 60 * recipe.minutes - used
+
+    def count_steps(self, recipe: Recipe, costs: StepCosts, rows: int) -> tuple[int, float]:
+        """Return the steps of a run, and its seconds from the command to its end."""
+        step_seconds, eval_seconds = costs.step_seconds(rows), costs.eval_seconds(recipe.eval_rows)
+        if recipe.minutes:
+            left = self.seconds_left(recipe)
+            num_evals = limit_evaluations(EVALS_PER_PRETRAINING, left, eval_seconds)
+            steps = max(1, affordable_steps(left, step_seconds, eval_seconds, num_evals, recipe.eval_steps))
+            steps = min(steps, recipe.max_steps or steps)
+        elif self.tokens:
+            num_evals, steps = EVALS_PER_PRETRAINING, max(1, round(self.tokens / (rows * recipe.max_seq_length)))
+        else:
+            num_evals = EVALS_PER_PRETRAINING
+            steps = recipe.max_steps or math.ceil(recipe.num_train_epochs * self.text.rows / rows)
+        if recipe.eval_steps:
+            num_evals = math.ceil(steps / recipe.eval_steps)
+        training = steps * step_seconds + num_evals * eval_seconds
+        used = self.elapsed_seconds + self.text.prepare_seconds + self.start_seconds(recipe)
+        return steps, used + training
+
+    def micro_batch_rows(self, recipe: Recipe, costs: StepCosts, rows: int) -> int:
+        """Return the rows that a device computes at once, as `resolve_batch_size` will choose them."""
+        if recipe.per_device_train_batch_size:
+            return recipe.per_device_train_batch_size
+        device, device_rows = self.device(recipe), max(1, rows // self.num_devices)
+        share = GPU_USABLE_SHARE if device.type == "cuda" else CPU_USABLE_SHARE
+        free = available_memory(device)
+        limit = rows_that_fit(costs.fixed_bytes, costs.row_bytes, share * free) if free else device_rows
+        if device.type == "cpu":
+            limit = min(limit, CPU_MICRO_BATCH_TOKENS // recipe.max_seq_length)
+        return largest_divisor(device_rows, limit)
+
+    # --- the choice
+
+    def plan(self, architecture: str, times_steps: bool = True) -> RunPlan:
+        """Return the best size of the ladder with its neighbours; with `times_steps`, all three are timed."""
+        models = {f"{architecture}-{n}x{dim}": shaped_model(architecture, n, dim) for n, dim in SHAPE_LADDER}
+        names = list(models)
+        with limit_threads():
+            while True:
+                runs = self.fitting_runs(models)
+                chosen = self.choose(runs)
+                index = names.index(chosen.name)
+                around = [name for name in names[max(index - 1, 0) : index + 2] if name in runs]
+                untimed = [name for name in (chosen.name, *around) if name not in self.costs]
+                if not times_steps or not untimed or len(self.costs) >= MAX_TIMED_SHAPES:
+                    break
+                self.time(untimed[0], runs[untimed[0]])
+        others = {names.index(name) - index: runs[name] for name in around}
+        notes = self.notes(chosen)
+        return RunPlan(chosen, others.get(-1), others.get(1), self.text, name_device(chosen.recipe), notes)
+
+    def plan_named(self, name: str, model: ModelConfig) -> RunPlan:
+        """Return the plan of a named model, beside the best size of the ladder, smaller or larger."""
+        with limit_threads():
+            self.time(name, self.plan_run(name, model))
+            run = self.plan_run(name, model)
+        best = self.plan(model.architecture).chosen
+        is_smaller = best.parameters < run.parameters
+        notes = [*self.notes(run), *filter(None, [describe_misfit(run.recipe, self, name)])]
+        smaller, larger = (best, None) if is_smaller else (None, best)
+        return RunPlan(run, smaller, larger, self.text, name_device(run.recipe), notes)
+
+    def notes(self, run: PlannedRun) -> list[str]:
+        """Return what a person should know before starting this run."""
+        found, recipe = list[str](), run.recipe
+        if not recipe.minutes and run.seconds > LONG_RUN_SECONDS:
+            found.append(f"this takes {format_duration(run.seconds)} on this machine: --minutes limits the time")
+        if recipe.minutes and self.seconds_left(recipe) <= 0:
+            found.append(f"{recipe.minutes:g} minutes are over before the first step: give more --minutes")
+        return found
+
+    def time(self, name: str, run: PlannedRun) -> None:
+        """Time the steps of a size, and keep the ratio to the estimate."""
+        say(f"timing some steps of {name} ({run.parameters / 1e6:,.1f}M parameters)")
+        self.costs[name] = costs = self.time_costs(name, run.recipe)
+        estimated = self.estimate_costs(name, run.recipe)
+        self.corrections[run.recipe.model.dim] = costs.row_seconds / estimated.row_seconds
+
+    def fitting_runs(self, models: Mapping[str, ModelConfig]) -> dict[str, PlannedRun]:
+        """Return the sizes that fit into memory and suit the text; the smallest always suits it."""
+        runs, least = dict[str, PlannedRun](), ""
+        for name, model in models.items():
+            recipe = self.make_recipe(model)
+            parameters = count_parameters(recipe.model)
+            if runs and parameters > self.max_parameters(recipe):
+                break
+            run = self.plan_run(name, model)
+            free = available_memory(self.device(recipe))
+            if free and run.memory_bytes > free:
+                least = least or f"{name} takes {format_bytes(run.memory_bytes)}, and {format_bytes(free)} are free"
+                break
+            if runs and recipe.minutes and run.steps < MIN_RUN_STEPS and not run.costs.is_timed:
+                break
+            runs[name] = run
+        if not runs:
+            raise UserError(f"No size fits into memory: {least}. End other programs, or shorten --max-seq-length.")
+        return runs
+
+    def max_parameters(self, recipe: Recipe) -> float:
+        """Return the largest size for this text, and for a run that no time limits."""
+        largest = float(MAX_PARAMETERS_PER_TOKEN * self.text.tokens)
+        if not recipe.minutes:
+            law = self.table[recipe.model.architecture]
+            largest = min(largest, MAX_EXTRAPOLATION * law.fit.parameters_range[1])
+        return largest
+
+    def choose(self, runs: Mapping[str, PlannedRun]) -> PlannedRun:
+        """Return the smallest run whose expected loss is almost the lowest."""
+        lowest = min(run.loss for run in runs.values())
+        return next(run for run in runs.values() if run.loss <= (1 + SAME_LOSS_TOLERANCE) * lowest)
+
+
+# --- helpers
+
+
+def time_rows(trial: MemoryTrial, rows: int) -> float:
+    """Return the seconds of a step of this many rows: the shortest of a few. The trial has made steps before."""
+    batch = trial.make_batch(rows)
+
+    def timed() -> float:
+        start = time.monotonic()
+        train_step(trial.run, trial.runner, trial.optimizer, [batch], 0, 0.0).item()
+        return time.monotonic() - start
+
+    return min(timed() for _ in range(TIMED_STEPS))
+
+
+def fit_time(rows: int, small: float, large: float) -> tuple[float, float]:
+    """Return the seconds without any row, and those of a row, from steps of `rows` and of twice as many.
+
+    Where a disturbance made the larger step the faster one, the line starts at 0.
+
+    >>> fit_time(8, 0.5, 0.9), fit_time(8, 0.5, 0.4)
+    ((0.1, 0.05), (0.0, 0.025))
+    """
+    row_seconds = (large - small) / rows
+    if row_seconds <= 0 or small < row_seconds * rows:
+        return 0.0, large / (2 * rows)
+    return round(small - row_seconds * rows, 9), round(row_seconds, 9)
+
+
+def choose_save_steps(steps: int, step_seconds: float) -> int:
+    """Return the steps between checkpoints: a tenth of the run, at most five minutes.
+
+    >>> choose_save_steps(1000, 0.1), choose_save_steps(100_000, 0.1), choose_save_steps(3, 0.1)
+    (100, 3000, 1)
+    """
+    return max(1, min(math.ceil(steps / SAVES_PER_RUN), round(SAVE_SECONDS / step_seconds)))
+
+
+def name_device(recipe: Recipe) -> str:
+    with quiet():
+        return str(choose_compute(recipe))
+
+
+def describe_misfit(recipe: Recipe, planner: Planner, name: str = "") -> str:
+    """Return what to say of a named model that is much too large or small for text and time; empty where it suits."""
+    own = planner.plan_run(name, recipe.model)
+    best = planner.plan(recipe.model.architecture, times_steps=False).chosen
+    if not recipe.minutes or own.loss < MISFIT_LOSS_RATIO * best.loss:
+        return ""
+    an = "an" if recipe.model.architecture.startswith("e") else "a"
+    better = f"{an} {recipe.model.architecture} of {best.parameters / 1e6:,.3g}M ({best.name})"
+    return (
+        f"{own.parameters / 1e6:,.3g}M parameters for {planner.text.tokens / 1e6:,.3g}M tokens and "
+        f"{recipe.minutes:g} minutes: {better} is expected to reach {best.loss:.2f} instead of {own.loss:.2f}; "
+        "`firth plan` shows the choice"
+    )

@@ -1,0 +1,394 @@
+"""Plans of a pretraining: which size, which settings, what is predicted, and that the run does what the plan says."""
+
+from __future__ import annotations
+
+import json
+import shlex
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from firth import api
+from firth.cli.main import app
+from firth.core.errors import UserError
+from firth.core.files import format_bytes
+from firth.lab import plan_text, planner
+from firth.lab.expected_loss import read_loss_table
+from firth.lab.plan_text import TextFacts
+from firth.lab.planner import Planner, StepCosts, describe_misfit
+from firth.models import ModelConfig, get_preset, shaped_model, with_vocabulary
+from firth.recipes import pretraining_recipe, tokenizer_kind
+from firth.text import Corpus
+from firth.tokens import open_shards, prepare, train_tokenizer
+from firth.train import Recipe, load_recipe
+from firth.train.batch_size import MemoryTrial, fit_line
+
+GPU_FLOPS = 3.4e14  # of an H200 in training: `measure_flops` there
+CPU_FLOPS = 4e10
+WORDS_10M = TextFacts(tokens=14_000_000, documents=30_000, rows=110_000, unigram_entropy=7.05)
+
+
+@pytest.fixture
+def on_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(planner, "select_device", lambda *_: torch.device("cuda"))
+    monkeypatch.setattr(planner, "available_memory", lambda device: 140e9)
+    monkeypatch.setattr(planner, "measure_flops", lambda device: GPU_FLOPS)
+    monkeypatch.setattr(planner, "name_device", lambda recipe: "a GPU")
+
+
+@pytest.fixture
+def on_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(planner, "available_memory", lambda device: 16e9)
+    monkeypatch.setattr(planner, "measure_flops", lambda device: CPU_FLOPS)
+
+
+def make_planner(text: TextFacts = WORDS_10M, tokens: float = 0.0, vocab_size: int = 8192, **fields: Any) -> Planner:
+    """A planner that times nothing."""
+
+    def make_recipe(config: ModelConfig) -> Recipe:
+        return pretraining_recipe(replace(config, vocab_size=vocab_size), per_device_train_batch_size=0, **fields)
+
+    return Planner(make_recipe, None, text, tokens=tokens)  # type: ignore[arg-type]
+
+
+def scaled_text(factor: float) -> TextFacts:
+    text = WORDS_10M
+    return text._replace(tokens=round(factor * text.tokens), rows=round(factor * text.rows))
+
+
+# --- the choice
+
+
+@pytest.mark.usefixtures("on_gpu")
+def test_the_size_that_was_measured_to_be_best_is_chosen() -> None:
+    """Four minutes of an H200 and 10M words: 8 layers of 512 learn more than modernbert-base (docs/results.md)."""
+    plan = make_planner(minutes=4.0).plan("encoder", times_steps=False)
+    assert plan.chosen.name == "encoder-8x512"
+    assert (plan.smaller.name, plan.larger.name) == ("encoder-6x384", "encoder-12x768")
+    assert plan.chosen.recipe.global_batch_tokens == 32768
+    assert plan.chosen.tokens_per_second == pytest.approx(1.94e6, rel=0.3)
+    assert plan.chosen.seconds == pytest.approx(240, rel=0.01)
+
+
+@pytest.mark.usefixtures("on_gpu")
+def test_more_time_never_gives_a_smaller_model() -> None:
+    for architecture in ("encoder", "decoder", "encoder-decoder"):
+        runs = [make_planner(minutes=m).plan(architecture, False).chosen for m in (0.6, 1, 4, 30, 240, 2000)]
+        sizes, losses = [run.parameters for run in runs], [run.loss for run in runs]
+        assert sizes == sorted(sizes)
+        assert len(set(sizes)) >= (2 if architecture == "encoder-decoder" else 3)
+        assert losses == sorted(losses, reverse=True)
+
+
+@pytest.mark.usefixtures("on_gpu")
+def test_more_text_never_gives_a_smaller_model() -> None:
+    """With as many passes. In a given time more text can mean a smaller model that reads more of it."""
+    texts = [scaled_text(factor) for factor in (0.003, 0.03, 0.3, 3, 30)]
+    for fields in ({"minutes": 20.0}, {"num_train_epochs": 4.0}):
+        runs = [make_planner(text, **fields).plan("encoder", False).chosen for text in texts]
+        losses, sizes = [run.loss for run in runs], [run.parameters for run in runs]
+        assert losses == sorted(losses, reverse=True)
+        assert sizes == sorted(sizes) or "minutes" in fields
+        assert len(set(sizes)) >= 3
+
+
+@pytest.mark.usefixtures("on_cpu")
+def test_budgets_of_tokens_and_of_passes_agree() -> None:
+    by_passes = make_planner(num_train_epochs=3.0).plan("encoder", False).chosen
+    by_tokens = make_planner(tokens=3 * 110_000 * 128).plan("encoder", False).chosen
+    assert by_tokens.name == by_passes.name
+    assert by_tokens.steps == pytest.approx(by_passes.steps, rel=0.01)
+    assert by_tokens.recipe.max_steps == by_tokens.steps
+    assert by_passes.passes == pytest.approx(3, rel=0.01)
+
+
+@pytest.mark.usefixtures("on_cpu")
+def test_a_long_run_and_too_few_minutes_are_said() -> None:
+    assert "--minutes limits" in make_planner(num_train_epochs=100.0).plan("encoder", False).notes[0]
+    assert "over before the first step" in make_planner(minutes=0.1).plan("encoder", False).notes[0]
+
+
+@pytest.mark.usefixtures("on_cpu")
+def test_too_little_memory_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(planner, "available_memory", lambda device: 1e6)
+    with pytest.raises(UserError, match=r"No size fits into memory: encoder-2x64 takes .* and 1\.0 MB are free"):
+        make_planner(minutes=5.0).plan("encoder", False)
+
+
+@pytest.mark.usefixtures("on_gpu")
+def test_a_preset_that_does_not_suit_is_told() -> None:
+    def misfit(name: str, minutes: float) -> str:
+        config = replace(get_preset(name), vocab_size=8192)
+        recipe = pretraining_recipe(config, minutes=minutes, per_device_train_batch_size=0)
+        return describe_misfit(recipe, make_planner(minutes=minutes))
+
+    message = misfit("bert-large", 4.0)
+    assert message.startswith(
+        "312M parameters for 14M tokens and 4 minutes: an encoder of 29.4M (encoder-8x512) is exp"
+    )
+    assert message.endswith("`firth plan` shows the choice")
+    assert "an encoder of" in misfit("bert-tiny", 240.0)
+    assert misfit("encoder-8x512", 4.0) == ""
+
+
+@pytest.mark.usefixtures("on_cpu")
+def test_what_the_user_has_set_is_kept() -> None:
+    plan = make_planner(minutes=60.0)
+    plan.keeps = ["batch", "rate", "save_steps"]
+    plan.make_recipe = lambda config: pretraining_recipe(
+        config, minutes=60.0, learning_rate=1e-4, per_device_train_batch_size=8, save_steps=7
+    )
+    recipe = plan.plan("encoder", False).chosen.recipe
+    assert (recipe.learning_rate, recipe.per_device_train_batch_size, recipe.save_steps) == (1e-4, 8, 7)
+    assert recipe.global_batch_tokens == 0
+
+
+# --- the loss
+
+
+def test_the_table_has_a_law_for_each_architecture() -> None:
+    table = read_loss_table()
+    assert set(table) == {"encoder", "decoder", "encoder-decoder"}
+    for name, law in table.items():
+        recipe = pretraining_recipe(shaped_model(name, 2, 64))
+        assert law.family == recipe.model.family
+        assert "benchmarks/scaling_sweep.py" in law.command
+        assert 1 < law.loss(3e7, 3e8, 1.4e7, law.unigram_entropy) < law.loss(3e6, 3e6, 1.4e7, law.unigram_entropy) < 12
+
+
+def test_extrapolation_is_said() -> None:
+    law = read_loss_table()["encoder"]
+    inside = [sum(bounds) / 2 for bounds in (law.fit.parameters_range, law.fit.tokens_range)]
+    text = inside[1] / (sum(law.fit.passes_range) / 2)
+    assert set(law.extrapolations(*inside, text, law.unigram_entropy)) <= {"law"}
+    found = law.extrapolations(1e12, inside[1], text, 2 * law.unigram_entropy)
+    assert found["parameters"].startswith("1e+12 where")
+    assert "unigram entropy" in found["text"]
+
+
+# --- predictions
+
+
+@pytest.fixture(scope="module")
+def shards(corpus_file: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    corpus, folder = Corpus([corpus_file]), tmp_path_factory.mktemp("shards")
+    prepare(corpus, train_tokenizer(corpus.texts(), "wordpiece", 300), folder / "shards")
+    return folder / "shards"
+
+
+@pytest.fixture
+def small_ladder(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Models and steps that take milliseconds."""
+    monkeypatch.setattr(planner, "SHAPE_LADDER", ((1, 64), (2, 64), (2, 128)))
+    monkeypatch.setattr(planner, "TIMED_TOKENS", 256)
+    monkeypatch.setattr(planner, "MAX_PARAMETERS_PER_TOKEN", 1000)
+
+
+class FakeClock:
+    """A clock that only steps advance, by a line over their rows."""
+
+    def __init__(self, fixed: float, per_row: float) -> None:
+        self.now, self.fixed, self.per_row = 0.0, fixed, per_row
+
+    def monotonic(self) -> float:
+        return self.now
+
+    def step(self, run: Any, runner: Any, optimizer: Any, batches: Any, *_: Any) -> torch.Tensor:
+        self.now += self.fixed + self.per_row * sum(len(batch.input_ids) for batch in batches)
+        return torch.tensor(0.0)
+
+
+@pytest.mark.usefixtures("small_ladder")
+def test_the_predicted_time_is_that_of_the_run(shards: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two timed steps of a few rows give the line, and so the seconds of a run with larger steps: within 5%."""
+    clock = FakeClock(0.02, 0.003)
+    monkeypatch.setattr(planner, "time", clock)
+    monkeypatch.setattr(planner, "train_step", clock.step)
+    result = api.plan("encoder", shards, passes=20, max_seq_length=32)
+    chosen = result["chosen"]
+    rows = chosen["global_batch_tokens"] // 32
+    evaluations = 10 * 256 * 0.003 / 3
+    expected = planner.CPU_START_SECONDS + chosen["steps"] * (0.02 + 0.003 * rows) + evaluations
+    assert chosen["is_timed"]
+    assert chosen["seconds"] == pytest.approx(expected, rel=0.05)
+    assert chosen["passes"] == pytest.approx(20, rel=0.2)
+
+
+def test_a_disturbed_timing_gives_a_line_nevertheless() -> None:
+    costs = StepCosts(*planner.fit_time(8, 0.5, 0.4), 0, 0, True)
+    assert costs.step_seconds(16) == pytest.approx(0.4)
+
+
+FAMILIES = ("encoder-2x64", "decoder-2x64", "encoder-decoder-2x64", "bert-tiny", "gpt2-tiny", "t5-tiny", "bart-tiny")
+
+
+@pytest.mark.parametrize("name", FAMILIES[:2] + tuple(pytest.param(n, marks=pytest.mark.slow) for n in FAMILIES[2:]))
+def test_predicted_memory_is_that_of_a_traced_step(name: str, corpus_file: Path, tmp_path: Path) -> None:
+    """From steps of 8 and 16 rows to one of 32, whose memory torch's profiler measures: within 10%."""
+    recipe, corpus = pretraining_recipe(get_preset(name), per_device_train_batch_size=1), Corpus([corpus_file])
+    kind = tokenizer_kind(recipe.model, recipe.objective)
+    prepare(corpus, train_tokenizer(corpus.texts(), kind, 500), tmp_path / "shards")
+    part = open_shards(tmp_path / "shards")
+    recipe = replace(recipe, model=with_vocabulary(recipe.model, part.tokenizer.vocab), data=str(part.folder))
+    trial = MemoryTrial(recipe, part, torch.device("cpu"))
+    fixed, per_row = fit_line(8, trial.traced_bytes(8), trial.traced_bytes(16))
+    assert fixed + 32 * per_row == pytest.approx(profile_peak(trial, 32), rel=0.1)
+
+
+def profile_peak(trial: MemoryTrial, rows: int) -> int:
+    """The most that a step allocates beyond what is there, by torch's profiler."""
+    from torch.profiler import ProfilerActivity, profile
+
+    from firth.train.step import train_step
+
+    batch = trial.make_batch(rows)
+    trial.optimizer.zero_grad(set_to_none=True)
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
+        train_step(trial.run, trial.runner, trial.optimizer, [batch], 0, 0.0)
+    events = [e for e in profiler.profiler.kineto_results.events() if e.name() == "[memory]"]
+    total = peak = 0
+    for event in sorted(events, key=lambda e: e.start_ns()):
+        total += event.nbytes()
+        peak = max(peak, total)
+    return peak
+
+
+# --- the command, and the run
+
+
+@pytest.fixture
+def captured(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[dict[str, Any]]]:
+    calls: list[dict[str, Any]] = []
+    monkeypatch.setattr(api, "pretrain", lambda **options: calls.append(options) or {})
+    return calls
+
+
+@pytest.mark.usefixtures("small_ladder")
+@pytest.mark.parametrize("architecture", ["encoder", "decoder", "encoder-decoder"])
+def test_the_pasted_command_is_the_plan(
+    architecture: str, corpus_file: Path, captured: list[dict[str, Any]], capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = ["plan", architecture, "--data", str(corpus_file), "--minutes", "1", "--max-seq-length", "32", "--json"]
+    app([*words, "--min-words", "3"], standalone_mode=False)
+    result = json.loads(capsys.readouterr().out)
+    chosen, command = result["chosen"], shlex.split(result["command"])
+    app(command[command.index("pretrain") :], standalone_mode=False)
+    (options,) = captured
+    assert options["model"] == chosen["model"]
+    assert options["data"] == [str(corpus_file)]
+    assert (options["minutes"], options["min_words"]) == (1.0, 3)
+    names = ("vocab_size", "global_batch_tokens", "learning_rate", "save_steps")
+    assert options["max_seq_length"] == chosen["row_length"] == 32
+    assert {name: options[name] for name in names[1:]} == {name: chosen[name] for name in names[1:]}
+    assert options["vocab_size"] == 4096
+    assert result["text"]["documents"] > 200
+    assert result["smaller"] or result["larger"]
+
+
+@pytest.mark.usefixtures("small_ladder")
+def test_the_run_does_what_the_plan_says(
+    shards: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`pretrain encoder` writes the recipe of the plan, so does the pasted command, and a resumed run keeps it."""
+    clock = FakeClock(0.02, 0.003)  # timed steps would differ from plan to plan
+    monkeypatch.setattr(planner, "time", clock)
+    monkeypatch.setattr(planner, "train_step", clock.step)
+    options: dict[str, Any] = {"max_seq_length": 32}
+    result = api.plan("encoder", shards, passes=1, **options)
+    chosen = result["chosen"]
+    run = tmp_path / "planned"
+    api.pretrain("encoder", shards, run, num_train_epochs=1, warm_start="none", **options)
+    said = capsys.readouterr().err
+    assert f"plan: {chosen['model']} (modernbert)" in said
+    recipe = load_recipe(run / "recipe.yaml", Recipe)
+    assert (recipe.model.num_layers, recipe.model.dim) == (chosen["layers"], chosen["width"])
+    for name in ("global_batch_tokens", "learning_rate", "save_steps", "optim", "lr_scheduler_type"):
+        assert getattr(recipe, name) == chosen[name], name
+    assert (recipe.max_seq_length, recipe.max_steps) == (chosen["row_length"], chosen["steps"])
+    assert recipe.model.vocab_size == chosen["vocab_size"]
+    words = shlex.split(result["command"])
+    words = words[words.index("pretrain") :]
+    words[words.index("--output-dir") + 1] = str(tmp_path / "pasted")
+    app([*words, "--warm-start", "none"], standalone_mode=False)
+    pasted = load_recipe(tmp_path / "pasted" / "recipe.yaml", Recipe)
+    assert replace(pasted, output_dir="") == replace(recipe, output_dir="")
+    resumed = api.pretrain(
+        "encoder", shards, run, num_train_epochs=1, warm_start="none", resume=True, allow_change=False, **options
+    )
+    assert resumed["steps"] == chosen["steps"]
+
+
+@pytest.mark.usefixtures("small_ladder")
+def test_a_dry_run_plans_and_writes_nothing(corpus_file: Path, tmp_path: Path) -> None:
+    result = api.pretrain("decoder", corpus_file, tmp_path / "run", minutes=1, max_seq_length=32, dry_run=True)
+    assert result["model"].startswith("decoder-")
+    assert result["seconds"] == pytest.approx(60, abs=3)
+    assert result["peak_memory_bytes"] > result["memory_bytes"] / 2
+    assert result["expected_loss"] > 1
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_sample_stands_for_a_long_text(corpus_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    whole = plan_text.sample_text(Corpus([corpus_file]), None, ("wordpiece", 300, False), 0.05, tmp_path / "whole")
+    assert whole.scale == 1
+    file = tmp_path / "long.txt"
+    file.write_text("\n\n".join(f"{i} the heron and the otter" * 3 for i in range(40_000)), encoding="utf-8")
+    monkeypatch.setattr(plan_text, "SAMPLE_CHARS", file.stat().st_size // 3)
+    sample = plan_text.sample_text(Corpus([file]), whole.shards.tokenizer, ("", 0, False), 0.05, tmp_path / "sample")
+    assert sample.scale == pytest.approx(3, rel=0.3)
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ([], "no text to plan for"),
+        (["--minutes", "5", "--passes", "2"], "two budgets"),
+        (["--minutes", "0"], "--minutes is 0.0, and must be more than 0"),
+        (["--tokens", "-5"], "must be more than 0"),
+        (["encoder", "decoder"], "takes one MODEL"),
+        (["encodr", "--minutes", "5"], "Did you mean 'encoder'?"),
+        (["--fit", "run"], "leave one out"),
+    ],
+)
+def test_mistakes_are_explained(words: list[str], message: str, corpus_file: Path) -> None:
+    data = [] if "no text" in message else ["--data", str(corpus_file)]
+    with pytest.raises(UserError, match=message.replace("?", r"\?")):
+        app(["plan", *data, *words], standalone_mode=False)
+
+
+def test_an_empty_text_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "empty.txt").write_text("\n\n", encoding="utf-8")
+    with pytest.raises(UserError, match="no documents"):
+        api.plan("encoder", tmp_path / "empty.txt", minutes=5)
+
+
+def test_a_mix_needs_a_size(corpus_file: Path, tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="encoder-8x512"):
+        api.pretrain("encoder", [f"a={corpus_file}", f"b={corpus_file}"], tmp_path / "run", minutes=1)
+
+
+def test_the_plan_is_printed(capsys: pytest.CaptureFixture[str]) -> None:
+    from firth.cli.render import print_plan
+
+    plan = make_planner(minutes=10.0)
+    result = {**plan.plan("decoder", False).to_dict(), "notes": ["look out"], "command": "firth pretrain x"}
+    print_plan(result)
+    printed = capsys.readouterr()
+    assert "expected held-out loss" in printed.out
+    assert format_bytes(result["chosen"]["memory_bytes"]) in printed.out
+    assert printed.out.rstrip().endswith("firth pretrain x")
+    assert "extrapolated" in printed.err
+    assert "look out" in printed.err
+
+
+def test_shapes_are_models() -> None:
+    config = get_preset("encoder-decoder-4x256")
+    assert (config.family, config.num_layers, config.dim, config.num_heads, config.mlp.dim) == ("t5", 4, 256, 4, 640)
+    with pytest.raises(UserError, match="multiple of 64"):
+        get_preset("encoder-3x100")
+    with pytest.raises(UserError, match="Unknown model 'decoder-x512'"):
+        get_preset("decoder-x512")
