@@ -100,6 +100,7 @@ def theirs(config: ModelConfig) -> int:
 
 THERE = [n for n in PRESETS if not n.endswith(("-tiny", "-mini")) and PRESETS[n].recurrent is None]
 THERE.remove("ib-bert-large")  # `transformers` has no such teacher
+THERE = [n for n in THERE if not n.startswith("firth-")]  # our own, which no class of `transformers` describes
 
 
 @pytest.mark.parametrize("name", THERE)
@@ -109,6 +110,11 @@ def test_as_many_as_in_transformers(name: str) -> None:
     head = config.head
     tied_there = config.family == "t5" and isinstance(head, LMHead) and not head.tied  # always, in `transformers` 5
     assert count_parameters(config) == theirs(config) + (config.vocab_size * config.dim if tied_there else 0)
+
+
+@pytest.mark.parametrize("name", [n for n in PRESETS if n.startswith("firth-")])
+def test_our_own_presets_have_our_own_model_type(name: str) -> None:
+    assert to_hf_config(PRESETS[name], None)["model_type"] == FIRTH_MODEL_TYPE
 
 
 @pytest.mark.parametrize("name", FIGURES)

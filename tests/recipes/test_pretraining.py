@@ -116,6 +116,22 @@ def test_what_deberta_was_pretrained_with_unless_another_objective_is_asked() ->
     assert pretraining_recipe(bert_with).model.extras == (MaskDecoder(1),)
 
 
+def test_firth_t5_is_the_encoder_decoder_that_was_measured() -> None:
+    """docs/results.md: T5 1.1 with Muon and ModernBERT's parts, 8 layers of 512."""
+    parts: dict[str, object] = {
+        "model.position.kind": "Rotary",
+        "model.init.kind": "NormalInit",
+        "model.embed_norm": True,
+        "model.head.tied": True,
+    }
+    sizes = {"model.num_layers": 8, "model.dim": 512, "model.num_heads": 8, "model.mlp.dim": 1344}
+    start = pretraining_recipe(get_preset("t5.1.1-small"))
+    measured = update_recipe(start, {**sizes, **parts, "model.head_dim": None, "model.family": "firth-t5"})
+    assert measured == pretraining_recipe(get_preset("firth-t5-small"))
+    assert measured.optim == "muon"
+    assert tokenizer_kind(measured.model, measured.objective) == "unigram"
+
+
 def test_tokenizers() -> None:
     kinds = {name: tokenizer_kind(get_preset(name), pretraining_recipe(get_preset(name)).objective) for name in PRESETS}
     assert kinds["bert-tiny"] == kinds["albert-tiny"] == kinds["electra-tiny"] == "wordpiece"
