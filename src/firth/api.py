@@ -105,6 +105,7 @@ if TYPE_CHECKING:
 
 DEFAULT_PLANNED_MINUTES = 30.0  # of a run whose size is planned and that names no length
 MAX_CONCURRENT_SEQUENCES = 16  # sequences of one generation batch, beams included
+MAX_QUEUED_SEQUENCES = 1024  # the same on a GPU, where sequences wait for those before them
 # Models that are counted, not trained: kind and default vocabulary size of their tokenizer (0: by the text's size).
 STATIC_TOKENIZERS = {"word2vec": ("word", 2**20), "glove": ("word", 2**20), "ngram": ("byte-bpe", 0)}
 STATIC_FIELD_NAMES = {"num_train_epochs": "epochs", "learning_rate": "alpha"}  # gensim's names of recipe fields
@@ -1426,19 +1427,24 @@ def evaluate_suite(
 
 
 def generate(
-    checkpoint: str | Path | Model, prompt: str | Sequence[str], chat: bool | None = None, **settings: Any
+    checkpoint: str | Path | Model,
+    prompt: str | Sequence[str],
+    chat: bool | None = None,
+    bf16: bool = False,
+    **settings: Any,
 ) -> str | list[str]:
     """Continue a prompt, or several. `settings` are fields of `GenerationConfig`: temperature=0.8.
 
     One prompt gives a text; several, or num_return_sequences above 1, give a list. A checkpoint that was fine-tuned to
     answer gets the prompt in the format of its training, and returns the answer alone, with the length and the beams
-    that it was scored with. `chat` puts the prompt into the chat template as a user's message.
+    that it was scored with. `chat` puts the prompt into the chat template as a user's message. A checkpoint is computed
+    on the GPU where there is one, with `bf16` in bfloat16; a model stays where it is.
     """
     prompts = [prompt] if isinstance(prompt, str) else prompt
     if isinstance(checkpoint, str | Path) and is_ngram(checkpoint):
         results = generate_with_ngram(checkpoint, prompts, settings)
     else:
-        model, encoded, defaults = load_for_generation(checkpoint, prompts, chat)
+        model, encoded, defaults = load_for_generation(checkpoint, prompts, chat, bf16)
         results = generate_in_batches(model, encoded, defaults | settings)
     texts = [result["text"] for result in results]
     return texts[0] if isinstance(prompt, str) and len(texts) == 1 else texts
@@ -1454,11 +1460,11 @@ def generate_with_ngram(
 
 
 def load_for_generation(
-    checkpoint: str | Path | Model, prompts: Sequence[str], chat: bool | None = None
+    checkpoint: str | Path | Model, prompts: Sequence[str], chat: bool | None = None, bf16: bool = False
 ) -> tuple[Model, list[str | list[int]], dict[str, Any]]:
     """Return a model, its prompts in the format of its fine-tuning, and its generation defaults.
 
-    A model that is already loaded has no task file, and gets the prompts unchanged.
+    A model that is already loaded has no task file, and gets the prompts unchanged. It also stays on its device.
     """
     from firth.models import load_model
     from firth.tasks import encode_task_prompts, finetuned_generation_settings
@@ -1466,23 +1472,35 @@ def load_for_generation(
     if not isinstance(checkpoint, str | Path):
         return checkpoint, encode_task_prompts(checkpoint, {}, prompts, chat), {}
     model, facts = load_model(checkpoint), read_task_file(Path(checkpoint))
-    return model, encode_task_prompts(model, facts, prompts, chat), finetuned_generation_settings(model, facts)
+    encoded = encode_task_prompts(model, facts, prompts, chat)
+    model = move_for_generation(model, bf16)
+    return model, encoded, finetuned_generation_settings(model, facts)
+
+
+def move_for_generation(model: Model, bf16: bool = False) -> Model:
+    """Put a model on the GPU, if there is one; with `bf16` round its weights to bfloat16."""
+    import torch
+
+    return model.to("cuda" if torch.cuda.is_available() else "cpu", torch.bfloat16 if bf16 else None)
 
 
 def generate_in_batches(
     model: Model, prompts: Sequence[str | list[int]], settings: Mapping[str, Any]
 ) -> list[dict[str, Any]]:
-    """Run `generate_results` on all prompts, a batch at a time."""
+    """Run `generate_results` on all prompts, a batch at a time.
+
+    On a GPU a batch may be large: prompts wait until a sequence before them has ended.
+    """
     from firth.generate import generate_results
 
     config, results = make_generation_config(None, dict(settings)), []
-    size = max(1, MAX_CONCURRENT_SEQUENCES // (config.num_beams * config.num_return_sequences))
-    with progress("generating", "texts", len(prompts)) as shown:
+    num_sequences = MAX_QUEUED_SEQUENCES if model.embed.tokens.weight.is_cuda else MAX_CONCURRENT_SEQUENCES
+    size = max(1, (MAX_CONCURRENT_SEQUENCES if config.num_beams > 1 else num_sequences) // config.num_beams)
+    size = max(1, size // config.num_return_sequences)
+    with progress("generating", "texts", len(prompts) * config.num_return_sequences) as shown:
         for first in range(0, len(prompts), size):
-            batch_config = replace(config, seed=config.seed + first)  # equal prompts get different samples
-            for result in generate_results(model, prompts[first : first + size], batch_config):
-                results.append({**result, "prompt": result["prompt"] + first})
-            shown.advance(len(prompts[first : first + size]))
+            part = prompts[first : first + size]
+            results += generate_results(model, part, config, first_prompt=first, on_finished=shown.advance)
     return results
 
 

@@ -12,7 +12,8 @@ from generate.ends import ending_with
 from generate.test_loop import PROMPTS, any_decoder
 from torch import Tensor
 
-from firth.generate import GeneratedSequence, GenerationConfig, device_decode, generate_sequences, loop
+from firth import api
+from firth.generate import GeneratedSequence, GenerationConfig, device_decode, generate_sequences, loop, stream_text
 from firth.generate.cuda_graph import restored
 from firth.generate.device_decode import DeviceDecode, DeviceScheduler, kept_decodes, supports_device_decode
 from firth.models import Model, ModelConfig
@@ -43,7 +44,7 @@ def on_device(monkeypatch: pytest.MonkeyPatch) -> Callable[..., list[GeneratedSe
     def generate(model: Model, prompts: Sequence[list[int]], slots: int = 64, **settings: Any) -> Any:
         with monkeypatch.context() as patch:
             patch.setattr(loop, "can_decode_on_device", lambda model, config: True)
-            patch.setattr(loop, "MAX_SLOTS", slots)
+            patch.setattr(device_decode, "MAX_SLOTS", slots)
             return generate_sequences(model, prompts, GenerationConfig(**settings))
 
     return generate
@@ -128,7 +129,7 @@ def test_stop_strings(untrained: Any, on_device: Any, monkeypatch: pytest.Monkey
 
     wanted = generate_sequences(model, PROMPTS, GenerationConfig(max_new_tokens=30), stop_fn=stop_fn)
     monkeypatch.setattr(loop, "can_decode_on_device", lambda model, config: True)
-    monkeypatch.setattr(loop, "MAX_SLOTS", 3)
+    monkeypatch.setattr(device_decode, "MAX_SLOTS", 3)
     found = generate_sequences(model, PROMPTS, GenerationConfig(max_new_tokens=30), stop_fn=stop_fn)
     assert len(found[0].tokens) <= 10
     assert_same(found, wanted)
@@ -164,6 +165,31 @@ def test_other_models_decode_token_by_token(untrained: Any) -> None:
     model = untrained(MODELS["gpt2"])
     add_lora(model, model.config, LoRAConfig(2))
     assert not supports_device_decode(model)
+
+
+def test_a_seed_gives_the_same_texts_at_any_batch_size(untrained: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = untrained("gpt2")
+    prompts = ["Water is", "The", "Water is", "A long prompt of more tokens", "The"]
+    settings = dict(max_new_tokens=8, temperature=1.0, num_return_sequences=2, seed=4)
+    texts = []
+    for size in (2, 6, 64):
+        monkeypatch.setattr(api, "MAX_CONCURRENT_SEQUENCES", size)
+        texts.append([(r["prompt"], r["text"]) for r in api.generate_in_batches(model, prompts, settings)])
+    assert texts[0] == texts[1] == texts[2]
+    assert len(set(texts[0])) == 10
+    monkeypatch.setattr(loop, "can_decode_on_device", lambda model, config: True)
+    monkeypatch.setattr(device_decode, "MAX_SLOTS", 3)
+    assert [(r["prompt"], r["text"]) for r in api.generate_in_batches(model, prompts, settings)] == texts[0]
+
+
+def test_a_stream_is_the_same_text(untrained: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = untrained("gpt2")
+    for settings in (dict(), dict(stop=("e",)), dict(temperature=1.0, seed=5)):
+        wanted = "".join(stream_text(model, "Water is", max_new_tokens=15, **settings))
+        with monkeypatch.context() as patch:
+            patch.setattr(loop, "can_decode_on_device", lambda model, config: True)
+            pieces = list(stream_text(model, "Water is", max_new_tokens=15, **settings))
+        assert "".join(pieces) == wanted
 
 
 @pytest.mark.gpu

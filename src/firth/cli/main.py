@@ -373,6 +373,7 @@ def generate(
     prompts: str | None = None,
     chat: bool | None = None,
     stream: bool | None = None,
+    bf16: bool = False,
     **settings: Any,
 ) -> None:
     """Continue a prompt (decoder), or answer it (encoder-decoder, or a model fine-tuned to answer)."""
@@ -387,7 +388,7 @@ def generate(
     if is_ngram(checkpoint):
         render.print_generated_texts(api.generate_with_ngram(checkpoint, texts, settings), json)
         return
-    model, encoded, defaults = api.load_for_generation(checkpoint, texts, chat)
+    model, encoded, defaults = api.load_for_generation(checkpoint, texts, chat, bf16)
     settings = defaults | settings
     single = len(texts) == 1 and settings.get("num_beams", 1) == settings.get("num_return_sequences", 1) == 1
     if stream is None:

@@ -810,6 +810,7 @@ class GenerateOptions(JsonOptions):
         None, "Read the prompt as a user's message in the chat template. Default: on after fine-tuning on dialogues."
     )
     stream: bool | None = option(None, "Print tokens as they come. Default: on for one text on a terminal.")
+    bf16: bool = option(False, "Compute in bfloat16: faster on a GPU, with rounded weights.")
 
 
 @dataclass(kw_only=True)

@@ -66,6 +66,11 @@ class DecodedSequence(NamedTuple):
     ended: bool  # by EOS
     stopped: bool  # by a stop string
 
+    @property
+    def text_ids(self) -> list[int]:
+        """The tokens without EOS."""
+        return self.tokens[: len(self.tokens) - self.ended]
+
 
 def stack_of(model: Model) -> Stack:
     if isinstance(model, EncoderDecoder):
@@ -281,6 +286,17 @@ def initial_capacity(longest: int, max_new_tokens: int) -> int:
     return -(-size // CAPACITY_MULTIPLE_TOKENS) * CAPACITY_MULTIPLE_TOKENS
 
 
+def num_slots_that_fit(model: Model, longest: int, max_new_tokens: int) -> int:
+    """Slots whose KV cache fits into half of the GPU's free memory."""
+    weight, config = model.embed.tokens.weight, model.config
+    if not weight.is_cuda:
+        return MAX_SLOTS
+    free = torch.cuda.mem_get_info(weight.device)[0] + torch.cuda.memory_reserved() - torch.cuda.memory_allocated()
+    numbers = 2 * stack_of(model).num_layers * config.kv_heads * config.head_size
+    slot_bytes = numbers * initial_capacity(longest, max_new_tokens) * weight.element_size()
+    return max(1, min(MAX_SLOTS, free // (2 * slot_bytes)))
+
+
 kept_decodes: WeakKeyDictionary[Model, DeviceDecode] = WeakKeyDictionary()
 
 
@@ -417,6 +433,12 @@ class DeviceScheduler:
             self.slots[b] = None
         self.decode.done_B[ready_R] = True
         return sequences
+
+    def text_ids(self, b: int) -> list[int]:
+        """Return the new tokens of a slot so far, without EOS; waits for the steps that were launched."""
+        count = int(self.decode.count_B[b]) - int(self.decode.ended_B[b])
+        ids: list[int] = self.decode.token_BL[b, :count].tolist()
+        return ids
 
     def apply_stop_strings(self) -> None:
         """Find the first new token of each slot that completes a stop string."""

@@ -28,11 +28,12 @@ from firth.generate.beams import beam_search
 from firth.generate.config import GenerationConfig
 from firth.generate.decode_state import check_can_generate, eval_mode, make_decode_state, require_tokenizer
 from firth.generate.device_decode import (
-    MAX_SLOTS,
+    STREAM_STEPS_PER_CHECK,
     DeviceScheduler,
     can_decode_on_device,
     keep_device_decode,
     make_settings,
+    num_slots_that_fit,
     take_device_decode,
 )
 from firth.generate.length_budget import INITIAL_NEW_TOKENS, LengthBudget, make_length_budget
@@ -86,16 +87,26 @@ def generate_sequences(
     use_cache: bool = True,
     stop_fn: StopFn | None = None,
     logprobs: bool = True,
+    first_row: int = 0,
+    on_finished: Callable[[int], None] | None = None,
 ) -> list[GeneratedSequence]:
-    """Return `num_return_sequences` sequences for each prompt, in order."""
+    """Return `num_return_sequences` sequences for each prompt, in order.
+
+    Samples depend on the seed and on the number of the sequence; that of the first is `first_row`, where these prompts
+    are a part of more. `on_finished` is called with the number of sequences that have ended since.
+    """
     eos_ids = check_can_generate(model)
     if not prompts:
         return []
     if use_cache and can_decode_on_device(model, generation_config):
-        *_, sequences = iterate_on_device(model, prompts, generation_config, stop_fn, logprobs)
-        return sequences
+        return generate_on_device(model, prompts, generation_config, stop_fn, logprobs, first_row, on_finished)
     if generation_config.num_beams == 1:
-        *_, decoded = iterate_decode_steps(model, prompts, generation_config, use_cache, stop_fn, logprobs)
+        steps = iterate_decode_steps(
+            model, prompts, generation_config, use_cache, stop_fn, logprobs, first_row=first_row
+        )
+        *_, decoded = steps
+        if on_finished is not None:
+            on_finished(len(decoded.done_N))
         return decoded.to_sequences()
     with eval_mode(model):
         budget = make_length_budget(model, prompts, generation_config.max_new_tokens)
@@ -108,6 +119,8 @@ def generate_sequences(
             )
         processor = make_logits_processor(model, budget, generation_config, eos_ids, logits_BV)
         beams = beam_search(state, logits_BV.float(), processor, stop_fn)
+    if on_finished is not None:
+        on_finished(sum(map(len, beams)))
     return [GeneratedSequence(*result) for results in beams for result in results]
 
 
@@ -120,6 +133,7 @@ def iterate_decode_steps(
     stop_fn: StopFn | None = None,
     logprobs: bool = False,
     seeds: Sequence[int] | None = None,
+    first_row: int = 0,
 ) -> Iterator[DecodedBatch]:
     """Yield the growing batch after each step; it is one object, updated in place.
 
@@ -131,7 +145,7 @@ def iterate_decode_steps(
         state = make_decode_state(model, budget.prompts, budget.max_new_tokens, use_cache)
         logits_BV = state.prefill()
         processor = make_logits_processor(model, budget, generation_config, eos_ids, logits_BV)
-        device, rows = logits_BV.device, range(len(prompts) * each)
+        device, rows = logits_BV.device, range(first_row, first_row + len(prompts) * each)
         sampler = (
             TokenSampler(processor, rows)
             if seeds is None
@@ -171,44 +185,78 @@ def iterate_decode_steps(
 
 
 @torch.no_grad()
-def iterate_on_device(
+def generate_on_device(
     model: Model,
     prompts: Sequence[TokenIds],
     generation_config: GenerationConfig,
     stop_fn: StopFn | None = None,
     logprobs: bool = False,
-) -> Iterator[list[GeneratedSequence]]:
-    """Yield the sequences so far, ended or not, after every few steps: `iterate_decode_steps` on a GPU."""
+    first_row: int = 0,
+    on_finished: Callable[[int], None] | None = None,
+) -> list[GeneratedSequence]:
+    """`generate_sequences` on a GPU, by `device_decode.py`."""
+    with eval_mode(model):
+        scheduler = make_scheduler(model, prompts, generation_config, stop_fn, logprobs, first_row)
+        sequences: dict[int, GeneratedSequence] = {}
+        for finished in scheduler.run():
+            for done in finished:
+                sequences[done.number] = GeneratedSequence(
+                    done.text_ids, done.ended or done.stopped, done.logprobs if logprobs else [], sum(done.logprobs)
+                )
+            if on_finished is not None:
+                on_finished(len(finished))
+        keep_device_decode(scheduler.decode)
+    return [sequences[number] for number in range(len(sequences))]
+
+
+def make_scheduler(
+    model: Model,
+    prompts: Sequence[TokenIds],
+    generation_config: GenerationConfig,
+    stop_fn: StopFn | None,
+    logprobs: bool,
+    first_row: int = 0,
+) -> DeviceScheduler:
+    """Return the scheduler of all sequences of these prompts."""
     eos_ids, each = check_can_generate(model), generation_config.num_return_sequences
     budget = make_length_budget(model, prompts, generation_config.max_new_tokens)
     repeated = [ids for ids in budget.prompts for _ in range(each)]
     budgets = [n for n in budget.budgets for _ in range(each)]
     settings = make_settings(model, generation_config, forced_tokens(model), eos_ids, logprobs)
-    is_seq2seq = isinstance(model, EncoderDecoder)
-    longest = max(map(len, budget.prompts))
+    longest, is_seq2seq = max(map(len, budget.prompts)), isinstance(model, EncoderDecoder)
+    decode = take_device_decode(
+        model,
+        settings,
+        min(len(repeated), num_slots_that_fit(model, longest, max(budgets))),
+        1 if is_seq2seq else longest,
+        max(budgets),
+        longest if is_seq2seq else 0,
+    )
+    scheduler = DeviceScheduler(decode, repeated, budgets, generation_config.seed, first_row)
+    if stop_fn is not None:
+        scheduler.stop_fn = lambda number, ids: stop_fn(number // each, ids)
+    return scheduler
+
+
+@torch.no_grad()
+def iterate_new_ids(
+    model: Model,
+    prompt: TokenIds,
+    generation_config: GenerationConfig,
+    use_cache: bool = True,
+    stop_fn: StopFn | None = None,
+) -> Iterator[list[int]]:
+    """Yield the new ids of one prompt so far, as they come: one more each time, or a few more on a GPU."""
+    if not (use_cache and can_decode_on_device(model, generation_config)):
+        for decoded in iterate_decode_steps(model, [prompt], generation_config, use_cache, stop_fn):
+            yield decoded.token_ids(0)
+        return
     with eval_mode(model):
-        decode = take_device_decode(
-            model,
-            settings,
-            min(len(repeated), MAX_SLOTS),
-            1 if is_seq2seq else longest,
-            max(budgets),
-            longest if is_seq2seq else 0,
-        )
-        scheduler = DeviceScheduler(decode, repeated, budgets, generation_config.seed)
-        if stop_fn is not None:
-            scheduler.stop_fn = lambda sequence, ids: stop_fn(sequence // each, ids)
-        sequences: list[GeneratedSequence | None] = [None] * len(repeated)
+        scheduler = make_scheduler(model, [prompt], generation_config, stop_fn, logprobs=False)
+        scheduler.steps_per_check = STREAM_STEPS_PER_CHECK
         for finished in scheduler.run():
-            for done in finished:
-                sequences[done.number] = GeneratedSequence(
-                    done.tokens[: len(done.tokens) - done.ended],
-                    done.ended or done.stopped,
-                    done.logprobs if logprobs else [],
-                    sum(done.logprobs),
-                )
-        keep_device_decode(decode)
-    yield [sequence for sequence in sequences if sequence is not None]
+            yield finished[0].text_ids if finished else scheduler.text_ids(0)
+        keep_device_decode(scheduler.decode)
 
 
 class DecodedBatch:

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from firth.core.errors import UserError
 from firth.generate.config import GenerationConfig, make_generation_config
 from firth.generate.decode_state import check_can_generate, require_tokenizer
-from firth.generate.loop import GeneratedSequence, generate_sequences, iterate_decode_steps
+from firth.generate.loop import GeneratedSequence, generate_sequences, iterate_new_ids
 from firth.models import EncoderDecoder, Model, make_prompt_suffix, make_sequence_template
 from firth.tokens import TokenIds
 
@@ -38,18 +38,24 @@ def generate_results(
     prompts: Sequence[Prompt],
     generation_config: GenerationConfig | None = None,
     use_cache: bool = True,
+    first_prompt: int = 0,
+    on_finished: Callable[[int], None] | None = None,
     **options: Any,
 ) -> list[dict[str, Any]]:
     """Return one JSON-ready dict per generated text.
 
     `prompt` is the prompt's index, `text` the result of `generate`, `new` the text without the prompt; `tokens`,
-    `logprobs`, `score` and `finished` are those of `GeneratedSequence`.
+    `logprobs`, `score` and `finished` are those of `GeneratedSequence`. `first_prompt` is the index of the first
+    prompt, where these are a part of more: samples depend on it. `on_finished` is called with the number of texts that
+    have ended since.
     """
     generation_config = make_generation_config(generation_config, options)
-    prompt_texts, sequences = generate_prompt_texts(model, prompts, generation_config, use_cache, logprobs=True)
+    prompt_texts, sequences = generate_prompt_texts(
+        model, prompts, generation_config, use_cache, True, first_prompt, on_finished
+    )
     return [
         {
-            "prompt": i // generation_config.num_return_sequences,
+            "prompt": first_prompt + i // generation_config.num_return_sequences,
             "text": prompt.full_text(new.tokens),
             "new": prompt.new_text(new.tokens),
             "tokens": new.tokens,
@@ -74,9 +80,8 @@ def stream_text(
         raise UserError("Streaming supports one text: set num_beams=1 and num_return_sequences=1.")
     (prompt_text,) = make_prompt_texts(model, [prompt], generation_config)
     stop_fn = (lambda _, ids: prompt_text.has_stop_string(ids)) if generation_config.stop else None
-    shown, ids = "", []
-    for decoded in iterate_decode_steps(model, [prompt_text.input_ids], generation_config, use_cache, stop_fn):
-        ids = decoded.token_ids(0)
+    shown, ids = "", list[int]()
+    for ids in iterate_new_ids(model, prompt_text.input_ids, generation_config, use_cache, stop_fn):
         stable = prompt_text.stable_text(ids)
         if stable.startswith(shown) and stable != shown:
             yield stable[len(shown) :]
@@ -87,12 +92,21 @@ def stream_text(
 
 
 def generate_prompt_texts(
-    model: Model, prompts: Sequence[Prompt], generation_config: GenerationConfig, use_cache: bool, logprobs: bool
+    model: Model,
+    prompts: Sequence[Prompt],
+    generation_config: GenerationConfig,
+    use_cache: bool,
+    logprobs: bool,
+    first_prompt: int = 0,
+    on_finished: Callable[[int], None] | None = None,
 ) -> tuple[list[PromptText], list[GeneratedSequence]]:
     prompt_texts = make_prompt_texts(model, prompts, generation_config)
     stop_fn = (lambda i, ids: prompt_texts[i].has_stop_string(ids)) if generation_config.stop else None
     input_ids = [p.input_ids for p in prompt_texts]
-    sequences = generate_sequences(model, input_ids, generation_config, use_cache, stop_fn, logprobs)
+    first_row = first_prompt * generation_config.num_return_sequences
+    sequences = generate_sequences(
+        model, input_ids, generation_config, use_cache, stop_fn, logprobs, first_row, on_finished
+    )
     return [p for p in prompt_texts for _ in range(generation_config.num_return_sequences)], sequences
 
 
