@@ -107,7 +107,9 @@ def force_token(scores_BV: Tensor, token: int) -> Tensor:
     """Give `token` probability 1; return the scores unchanged if it is outside the vocabulary."""
     if token >= scores_BV.shape[1]:
         return scores_BV
-    return torch.full_like(scores_BV, NEG_INF).index_fill(1, torch.tensor([token], device=scores_BV.device), 0.0)
+    forced_BV = torch.full_like(scores_BV, NEG_INF)
+    forced_BV[:, token] = 0.0
+    return forced_BV
 
 
 def apply_repetition_penalty(scores_BV: Tensor, seen_BV: Tensor, penalty: float) -> Tensor:
