@@ -109,6 +109,16 @@ def test_the_last_layer_at_target_positions_alone() -> None:
     torch.testing.assert_close(model.logits(batch), wanted, atol=1e-5, rtol=1e-5)
 
 
+@pytest.mark.parametrize("additions", [{}, ALL], ids=["plain", "all"])
+def test_the_stack_is_one_graph(additions: dict[str, Any]) -> None:
+    """Traced without a break: a compiled step needs that. Masks are those of rows that are masked or causal."""
+    model = disturbed(replace(modernbert(4, 32, 2, 64, 64), **additions))
+    rank = np.where(np.arange(2)[:, None] == 0, 0, np.arange(12))
+    batch = Batch(IDS, document_ids=np.zeros_like(IDS), attention_rank=rank).to(CPU)
+    traced = torch.compile(model.hidden_states, backend="eager", fullgraph=True, dynamic=False)
+    torch.testing.assert_close(traced(batch), model.hidden_states(batch))
+
+
 def test_a_checkpoint_needs_our_own_model_type(tmp_path: Path) -> None:
     model = disturbed(replace(llama(4, 32, 2, 64, 64), **ALL))
     model.save(tmp_path / "saved")

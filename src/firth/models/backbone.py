@@ -86,7 +86,8 @@ class Stack(nn.Module):
         )
         cross_spec = cross_spec._replace(attentions=cross_attentions)
         global_spec, local_spec = self.with_first_values(x, (global_spec, local_spec))
-        layers, skips = self.layers[:stop_layer], list[Tensor]()
+        layers = self.layers[:stop_layer]
+        skips: list[Tensor] = []
         for i, block in enumerate(layers):
             if all_hidden_states is not None:
                 all_hidden_states.append(x)

@@ -136,7 +136,8 @@ class KVCache:
     def run_blocks(
         self, x: Tensor, specs: tuple[AttentionSpec, AttentionSpec], cache_updates: Sequence[CacheUpdate]
     ) -> Tensor:
-        x, skips = self.stack.cast_input(x), list[Tensor]()
+        x = self.stack.cast_input(x)
+        skips: list[Tensor] = []
         specs_with_values = self.stack.with_first_values(x, specs)
         for i, (block, update) in enumerate(zip(self.stack.layers, cache_updates, strict=True)):
             spec = specs_with_values[self.stack.is_local_layer(i)]
