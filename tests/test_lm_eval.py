@@ -113,7 +113,7 @@ def test_a_greedy_continuation_is_told(checkpoints: dict[str, Path]) -> None:
 
 def test_an_encoder_gives_pseudo_likelihoods(checkpoints: dict[str, Path]) -> None:
     """The continuation's tokens, masked one after the other, by torch alone."""
-    model = FirthLM(str(checkpoints["bert"]))
+    model = FirthLM(str(checkpoints["bert"]), method="pseudo")
     vocab, context, continuation = model.vocab, "The cat slept", " by the river."
     ((logp, _),) = ask(model, "loglikelihood", [(context, continuation)])
     before, after = (model.text_tokenizer.encode(text) for text in (context, continuation))
@@ -126,7 +126,7 @@ def test_an_encoder_gives_pseudo_likelihoods(checkpoints: dict[str, Path]) -> No
             expected += float(model.model(masked[None]).logits[0, i].log_softmax(0)[row[i]])
     assert logp == pytest.approx(expected, abs=1e-4)
     (whole,) = ask(model, "loglikelihood_rolling", [(context + continuation,)])
-    assert whole == pytest.approx(text_likelihoods(model.model, [context + continuation])[0].logp)
+    assert whole == pytest.approx(text_likelihoods(model.model, [context + continuation], method="pseudo")[0].logp)
     ((empty, _),) = ask(model, "loglikelihood", [("", context + continuation)])
     assert empty == pytest.approx(whole, abs=1e-4)
     with pytest.raises(UserError, match="An encoder cannot generate text"):

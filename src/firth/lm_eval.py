@@ -18,7 +18,7 @@ row (`evaluate/logprobs.py`).
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -34,7 +34,7 @@ from firth.evaluate.likelihood import CausalScorer, ContinuationScorer, SplitTex
 from firth.evaluate.logprobs import EVAL_BATCH_TOKENS, LogprobQuery
 from firth.generate import GenerationConfig, generate
 from firth.generate.decode_state import check_can_generate
-from firth.models import make_sequence_template
+from firth.models import make_prompt_suffix
 from firth.tasks.chat import ChatTemplate, get_chat_template
 
 MODEL_NAME = "firth"
@@ -86,7 +86,7 @@ class FirthLM(TemplateLM):
     @property
     def eot_token_id(self) -> int:
         """The end of a text."""
-        return make_sequence_template(self.model.config, self.vocab).eos_id
+        return self.scorer.template.eos_id
 
     @property
     def prefix_token_id(self) -> int:
@@ -102,27 +102,41 @@ class FirthLM(TemplateLM):
     def tok_encode(self, string: str, add_special_tokens: bool | None = None, **kwargs: Any) -> list[int]:
         """The ids of a text; by default with the special tokens that the tokenizer itself adds, as in `hf`.
 
-        An encoder gets its special tokens when a row is made.
+        With `add_bos_token`, and for an encoder that reads from left to right, those before a text are the model's.
         """
-        if self.model.config.architecture == "encoder":
-            return self.text_tokenizer.encode(string, parse_special=True)
         if add_special_tokens is None:
             starts = has_bos_prefix(string, self.text_tokenizer.decode([self.prefix_token_id], False))
             add_special_tokens = not starts and self.add_bos_token is not False
-            if add_special_tokens and self.add_bos_token:
-                ids = self.text_tokenizer.encode(string, parse_special=True)
-                return [*self.scorer.template.prefix_ids, *ids]
+            if add_special_tokens and (self.add_bos_token or self.model.config.architecture == "encoder"):
+                return [*self.scorer.template.prefix_ids, *self.text_tokenizer.encode(string, parse_special=True)]
         return list(self.text_tokenizer.backend.encode(string, add_special_tokens=add_special_tokens).ids)
 
     # --- likelihoods ---
+
+    def loglikelihood(self, requests: list[Instance], disable_tqdm: bool = False) -> list[tuple[float, bool]]:
+        """The log-probability of each continuation after its context, and whether it is the greedy one."""
+        if self.backend == "seq2seq" or isinstance(self.scorer, CausalScorer):
+            return super().loglikelihood(requests, disable_tqdm)
+        splits = [
+            self.scorer.split_at_span(
+                context + continuation, len(context.rstrip()), len(context + continuation), f"Request {number}"
+            )
+            for number, (context, continuation) in enumerate((request.args for request in requests), 1)
+        ]
+        groups = (self.scorer.span_queries(self.scorer.truncate_context(split)) for split in splits)
+        return self.score_groups(groups, [request.args for request in requests])
 
     def _loglikelihood_tokens(
         self, requests: Sequence[TokenRequest], disable_tqdm: bool = False, **kwargs: Any
     ) -> list[tuple[float, bool]]:
         """The log-probability of each continuation, and whether it is the greedy one."""
         groups = (self.make_queries(context, continuation) for _, context, continuation in requests)
+        return self.score_groups(groups, [strings for strings, _, _ in requests])
+
+    def score_groups(self, groups: Iterable[list[LogprobQuery]], keys: Sequence[Any]) -> list[tuple[float, bool]]:
+        """Score the rows of each request; `keys` are the strings that lm-eval's cache knows it by, or None."""
         results = []
-        for (strings, _, _), group in zip(requests, self.scorer.score_query_groups(groups, len(requests)), strict=True):
+        for strings, group in zip(keys, self.scorer.score_query_groups(groups, len(keys)), strict=True):
             logp = sum(float(one.logprobs.sum()) for _, one in group)
             is_greedy = all(bool((one.top_ids == query.labels).all()) for query, one in group)
             results.append((logp, is_greedy))
@@ -200,8 +214,8 @@ class FirthLM(TemplateLM):
 
     def prompt_ids(self, context: str, max_new_tokens: int) -> list[int]:
         """The ids of a prompt; a decoder's is cut on the left so that the new tokens fit."""
-        ids = self.tok_encode(context)
-        if self.model.config.architecture == "encoder-decoder":
+        ids, config = self.tok_encode(context), self.model.config
+        if config.architecture == "encoder-decoder":
             return self.scorer.template.apply(self.strip_special(ids)[-self.scorer.max_text_tokens :])[0]
         room = self.max_length - max_new_tokens
         if room < 1:
@@ -209,6 +223,8 @@ class FirthLM(TemplateLM):
                 f"max_gen_toks is {max_new_tokens}, and the model has {self.max_length} positions. Give less: "
                 "--gen_kwargs max_gen_toks=64."
             )
+        if suffix := make_prompt_suffix(config, self.vocab):  # a decoder that fills a blank
+            return [*ids[-(room - len(suffix)) :], *suffix]
         return ids[-room:] or [self.prefix_token_id]
 
     def generation_config(self, given: dict[str, Any]) -> GenerationConfig:

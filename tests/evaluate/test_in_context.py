@@ -146,8 +146,9 @@ def test_no_shots_are_no_context(family: str, untrained: Any) -> None:
     """0 shots of the task choice are `evaluate_choice`; the training file changes nothing."""
     model = untrained(family)
     dev = [Example(i, ("The cat slept by", "the river", "an old mill"), i % 2) for i in range(3)]
-    plain = evaluate_choice(model, dev)
-    shots = evaluate_in_context(model, "choice", dev, 0, ["plain"], train=examples(3), method=plain.details["method"])
+    method = "pseudo" if family == "bert" else "auto"  # an encoder reads a label as one word, an ending as several
+    plain = evaluate_choice(model, dev, method=method)
+    shots = evaluate_in_context(model, "choice", dev, 0, ["plain"], train=examples(3), method=method)
     for name in ("accuracy", "accuracy_norm", "accuracy_bytes"):
         assert shots.metrics[name] == plain.metrics[name]
     for a, b in zip(shots.predictions, plain.predictions, strict=True):

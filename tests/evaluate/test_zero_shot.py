@@ -6,6 +6,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 from firth.core.errors import UserError
 from firth.evaluate.cloze import evaluate_choice, evaluate_cloze
@@ -128,6 +129,29 @@ def test_choices_by_likelihood(family: str, untrained: Any) -> None:
     if family == "gpt2":
         whole, start = text_likelihoods(model, [f"{context} {choices[0]}", context])
         assert scores[0] == pytest.approx(whole.logp - start.logp, abs=1e-3)
+
+
+def test_an_encoder_masks_the_rest_of_a_word_of_a_choice(untrained: Any) -> None:
+    """within-word-l2r by torch alone; with "pseudo" the later tokens of the word are seen."""
+    model, context, choice = untrained("bert"), "The cat saw", "hedgehogs there"
+    tokenizer, vocab = model.tokenizer, model.tokenizer.vocab
+    before, words = tokenizer.encode(context), [tokenizer.encode(word) for word in choice.split()]
+    assert len(words[0]) > 1
+    ids = [token for word in words for token in word]
+    ends = [end for end, word in zip(np.cumsum([len(word) for word in words]), words, strict=True) for _ in word]
+
+    def logp(ends: list[int]) -> float:
+        total = 0.0
+        for i, end in enumerate(ends):
+            row = [vocab.cls, *before, *ids[:i], *[vocab.mask] * (end - i), *ids[end:], vocab.sep]
+            with torch.no_grad():
+                total += float(model(torch.tensor([row])).logits[0, 1 + len(before) + i].log_softmax(0)[ids[i]])
+        return total
+
+    example = Example(1, (context, choice, "it"), 0)
+    for method, masked in (("within-word-l2r", ends), ("pseudo", [i + 1 for i in range(len(ids))])):
+        outcome = evaluate_choice(model, [example], method=method)
+        assert (outcome.predictions[0].scores or {})["0"] == pytest.approx(logp(masked), abs=1e-4)
 
 
 def test_choices_that_are_equally_likely_are_wrong(untrained: Any) -> None:

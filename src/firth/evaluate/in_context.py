@@ -42,9 +42,7 @@ from firth.evaluate.likelihood import (
     Scorer,
     SpanScorer,
     SplitText,
-    choose_scoring_method,
     make_scorer,
-    open_model,
 )
 from firth.evaluate.logprobs import LogprobQuery
 from firth.evaluate.prompt_template import (
@@ -63,7 +61,6 @@ from firth.text import Example
 IN_CONTEXT_TASKS = tuple(BUILT_IN_TEMPLATES)
 DEFAULT_SEEDS = 3
 CONTENT_FREE_INPUTS = ("N/A", "[MASK]", "")  # Zhao et al. 2021, section 5
-LABEL_METHOD = "within-word-l2r"  # of an encoder: a label's later tokens are masked too
 STANDARD_ERRORS = 2  # above chance means: by more than this
 
 
@@ -148,7 +145,6 @@ def evaluate_in_context(
     seeds: int = DEFAULT_SEEDS,
     verbalizer: Mapping[str, str] | None = None,
     random_labels: bool = False,
-    method: str = "auto",
     **settings: Any,
 ) -> Evaluation:
     """Score labels by their likelihood after `shots` demonstrations from `train`; 0 shots is the query alone.
@@ -158,10 +154,7 @@ def evaluate_in_context(
     gives a label another word. The predictions are those of the first template and seed. `settings`: those of
     `make_scorer`.
     """
-    model = open_model(checkpoint)
-    if method == "auto" and choose_scoring_method(model.config)[1] is MaskedScorer:
-        method = LABEL_METHOD
-    scorer = make_scorer(model, method, **settings)
+    scorer = make_scorer(checkpoint, **settings)
     pool, num_known = exclude_queries(train, examples)
     check_shots(shots, len(pool), num_known, random_labels)
     labelled = LabelledTask(task, examples, train, verbalizer or {})
@@ -301,13 +294,9 @@ class PromptScorer:
         ]
 
     def label_queries(self, split: SplitText) -> list[LogprobQuery]:
-        """The queries whose log-probabilities add up to that of a label."""
-        split = self.scorer.truncate_context(split)
-        if not isinstance(self.scorer, MaskedScorer) or self.scorer.method != LABEL_METHOD:
-            return self.scorer.span_queries(split)
-        first, ids = len(split.before), [*split.before, *split.answer, *split.after]
-        last = first + len(split.answer)
-        return [self.scorer.masked_query(ids, i, last, num_targets=1) for i in range(first, last)]
+        """The queries whose log-probabilities add up to that of a label; an encoder reads it as one word."""
+        one_word = (True, *[False] * (len(split.answer) - 1))
+        return self.scorer.span_queries(self.scorer.truncate_context(split._replace(word_starts=one_word)))
 
     def split_prompts(self, prompts: Iterable[Prompt]) -> Iterator[SplitText]:
         """Yield the split of each candidate of each prompt."""
@@ -330,7 +319,7 @@ class PromptScorer:
             splits.append(self.scorer.split_encoding(encoding, text, begin, end, prompt.where))
             if self.scorer.count_unknown(splits[-1].answer):
                 self.unknown.add(word)
-        excess = max(sum(map(len, split)) for split in splits) - self.scorer.max_text_tokens
+        excess = max(split.num_tokens for split in splits) - self.scorer.max_text_tokens
         dropped, num_tokens = 0, 0
         while num_tokens < excess and dropped + 1 < len(prompt.starts):
             dropped += 1

@@ -62,11 +62,16 @@ class Likelihood(NamedTuple):
 
 
 class SplitText(NamedTuple):
-    """Token ids of a text: before the scored span, in it, and after it."""
+    """Token ids of a text: before the scored span, in it, and after it; which tokens of the span start a word."""
 
     before: list[int]
     answer: list[int]
     after: list[int]
+    word_starts: tuple[bool, ...] | None = None  # None: unknown
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self.before) + len(self.answer) + len(self.after)
 
 
 class ScoringText(NamedTuple):
@@ -241,16 +246,17 @@ class Scorer(ABC):
         if not 0 < last - first <= self.max_text_tokens:
             problem = f"has {last - first} tokens, and must have from 1 to {self.max_text_tokens}, the model's window"
             raise UserError(f"{where}: {text[begin:end].strip()[:40]!r} {problem}.")
-        return SplitText(encoding.ids[:first], encoding.ids[first:last], encoding.ids[last:])
+        starts = tuple(self.tokenizer.word_starts(encoding)[first:last].tolist())
+        return SplitText(encoding.ids[:first], encoding.ids[first:last], encoding.ids[last:], starts)
 
     def truncate_context(self, split: SplitText) -> SplitText:
         """Drop the tokens furthest from the span until the rest fits into the window."""
-        before, answer, after = split
+        before, answer, after, _ = split
         budget = self.max_text_tokens - len(answer)
         self.num_truncated += len(before) + len(after) > budget
         right = min(len(after), max(budget // 2, budget - len(before)))
         left = min(len(before), budget - right)
-        return SplitText(before[len(before) - left :], answer, after[:right])
+        return split._replace(before=before[len(before) - left :], after=after[:right])
 
     @abstractmethod
     def blank_query(self, split: SplitText) -> LogprobQuery:
@@ -358,7 +364,10 @@ class MaskedScorer(Scorer):
 
     def span_queries(self, split: SplitText) -> list[LogprobQuery]:
         first, ids = len(split.before), [*split.before, *split.answer, *split.after]
-        return [self.masked_query(ids, i, i + 1, num_targets=1) for i in range(first, first + len(split.answer))]
+        ends = [i + 1 for i in range(len(split.answer))]
+        if self.method == "within-word-l2r" and split.word_starts is not None:
+            ends = word_ends(np.array(split.word_starts))
+        return [self.masked_query(ids, first + i, first + end, num_targets=1) for i, end in enumerate(ends)]
 
     def masked_query(self, ids: list[int], first: int, last: int, num_targets: int) -> LogprobQuery:
         """Mask the tokens [first, last), and score `num_targets` from `first` on."""
@@ -409,7 +418,7 @@ class SpanScorer(Scorer):
 
     def blank_query(self, split: SplitText) -> LogprobQuery:
         """The labels end with the token that ends a span: T5's next sentinel, or the text's next token for BART."""
-        before, answer, after = split
+        before, answer, after, _ = split
         prefix, end = list(self.template.prefix_ids), self.template.eos_id
         if self.adds_bos:
             assert self.vocab.mask is not None
