@@ -2,9 +2,15 @@
 
 from __future__ import annotations
 
-import numpy as np
+from typing import Any
 
+import numpy as np
+import pytest
+from tasks.small import CPU, WORDS, model_for, parts
+
+from firth.tasks import FinetuneRecipe, make_task
 from firth.tasks.packing import pack_texts, round_row_count
+from firth.text import Example
 
 
 def test_first_fit_decreasing() -> None:
@@ -69,3 +75,21 @@ def test_packing_is_reproducible() -> None:
     sizes = np.random.default_rng(1).integers(1, 64, 500)
     first, second = pack_texts(sizes, 64), pack_texts(sizes.copy(), 64)
     assert str(first) == str(second)
+
+
+def test_a_batch_that_is_made_during_a_prediction_is_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A thread collates the next training batch while dev is scored: a resumed run makes it at another moment."""
+    config, tokenizer = parts("bert")
+    examples = [Example(i, (" ".join(WORDS[: 2 + i % 5]),), "ab"[i % 2]) for i in range(12)]
+    task = make_task("classify", examples, tokenizer, config, FinetuneRecipe(max_seq_length=32))
+    items, model = task.encode(examples), model_for(task, config)
+    alone, logits, meanwhile = task.collate(items), model.logits, []
+
+    def collate_meanwhile(batch: Any) -> Any:
+        meanwhile.append(task.collate(items))
+        return logits(batch)
+
+    monkeypatch.setattr(model, "logits", collate_meanwhile)
+    task.predict(model, items, CPU, 4)
+    assert meanwhile
+    assert all(np.array_equal(batch.input_ids, alone.input_ids) for batch in meanwhile)

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Sequence
+from copy import copy
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
@@ -88,7 +89,7 @@ class HeadTask:
             )
         self.tokenizer, self.labels, self.architecture = tokenizer, tuple(labels), config.architecture
         self.template = TaskTemplate(tokenizer, config, max_length)
-        self.has_short_rows = False  # rows as short as a batch allows, while predicting
+        self.has_short_rows = False  # rows as short as a batch allows, for predictions
         self.label_to_id = {label: i for i, label in enumerate(self.labels)}
         reads_encoder = self.name == "embed" or (self.name == "tag" and not config.adds_bos)
         self.feeds_decoder = config.architecture == "encoder-decoder" and not reads_encoder
@@ -204,14 +205,15 @@ class HeadTask:
         """Predict in eval mode. For compiled models, pad batches to a few shapes to limit recompilation.
 
         A model that is not compiled takes any shape, and gets rows as short as the longest text of the batch: attention
-        over a long row of several texts computes scores between texts, only to mask them.
+        over a long row of several texts computes scores between texts, only to mask them. A copy of the task makes
+        these rows: another thread may collate the next training batch meanwhile.
         """
         model.eval()
-        self.has_short_rows = not compute.compile
-        try:
-            return self.predict_batches(model, items, compute, batch_size)
-        finally:
-            self.has_short_rows = False
+        predicting = copy(self)
+        predicting.has_short_rows = not compute.compile
+        predictions = predicting.predict_batches(model, items, compute, batch_size)
+        self.num_shapes = predicting.num_shapes
+        return predictions
 
     def predict_batches(
         self, model: Model, items: Sequence[Any], compute: ComputeConfig, batch_size: int
