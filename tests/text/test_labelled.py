@@ -84,6 +84,7 @@ ROWS: list[tuple[str, dict[str, Any], Example]] = [
         Example(1, ("user", "hi", "assistant", "ho")),
     ),
     ("lm", {"prompt": "hi", "response": "ho"}, Example(1, ("user", "hi", "assistant", "ho"))),
+    ("lm", {"prompt": "hi", "completion": "ho"}, Example(1, ("user", "hi", "assistant", "ho"))),
     ("lm", {"text": "once"}, Example(1, ("text", "once"))),
     ("embed", {"text_a": "a", "text_b": "b"}, Example(1, ("a", "b"))),
     ("embed", {"text_a": "a", "text_b": "b", "label": 0.5}, Example(1, ("a", "b"), 0.5)),

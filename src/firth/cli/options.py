@@ -471,8 +471,8 @@ class PretrainDataOptions(RecipeOptions, TextOptions):
 
     model: str = option(
         ...,
-        "encoder, decoder or encoder-decoder, in the size that `firth plan` chooses; a preset (`firth models` lists "
-        "them), a config.json or a checkpoint folder. For pretrain also word2vec, glove or ngram.",
+        "encoder, decoder or encoder-decoder (`firth plan` chooses the size), a preset (`firth models` lists them), a "
+        "config.json or a checkpoint folder. For pretrain also word2vec, glove or ngram.",
         argument=True,
     )
     data: list[str] = option(

@@ -151,7 +151,8 @@ def parse_lm_row(row: LabelledRow) -> Example:
     if form == "messages":
         return row.make_example(tuple(part for message in parse_messages(row) for part in message))
     if form == "prompt":
-        return row.make_example(("user", row.text("prompt"), "assistant", row.text("response")))
+        answer = row.first_available_role("response", "completion")
+        return row.make_example(("user", row.text("prompt"), "assistant", row.text(answer)))
     return row.make_example(("text", row.text("text")))
 
 
@@ -281,7 +282,7 @@ TASK_FORMATS = {
     "relation": TaskFormat(("text", "tokens", "head", "tail", "label"), parse_relation_row),
     "span-qa": TaskFormat(("question", "context", "answers", "is_impossible"), parse_span_qa_row),
     "text-to-text": TaskFormat(("source", "target", "references"), parse_text_to_text_row),
-    "lm": TaskFormat(("messages", "prompt", "response", "text"), parse_lm_row),
+    "lm": TaskFormat(("messages", "prompt", "response", "completion", "text"), parse_lm_row),
     "preference": TaskFormat(("prompt", "chosen", "rejected", "completion", "label"), parse_preference_row),
     "embed": TaskFormat(("text_a", "text_b", "score", "label"), parse_embed_row),
     "minimal-pairs": TaskFormat(("good", "bad", "group"), parse_minimal_pair_row),

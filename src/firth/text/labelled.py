@@ -91,6 +91,7 @@ TASK_COLUMN_SIGNATURES: list[tuple[str, tuple[str, ...]]] = [
     ("preference", ("prompt", "completion", "label")),
     ("lm", ("messages",)),
     ("lm", ("prompt", "response")),
+    ("lm", ("prompt", "completion")),
     ("minimal-pairs", ("good", "bad")),
     ("minimal-pairs", ("sentence_good", "sentence_bad")),
     ("tag", ("tokens",)),
