@@ -179,4 +179,6 @@ def test_the_page_lists_every_route_and_loads_nothing(client: Any) -> None:
     for path in client.get("/openapi.json").json()["paths"]:
         assert path in page
     assert "<script" not in page
+    schemas = client.get("/openapi.json").json()["components"]["schemas"]
+    assert schemas["ChatRequest"]["properties"]["model"]["enum"][:2] == ["gpt2", "bert"]
     assert "://" not in page.replace("http://www.w3.org", "")

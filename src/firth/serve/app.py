@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from fastapi import FastAPI, Request
@@ -79,7 +79,20 @@ def make_app(server: ModelServer) -> FastAPI:
     add_openai_routes(app, server)
     add_task_routes(app, server)
     add_pages(app, server)
+    list_model_names(app.openapi(), list(server.models))
     return app
+
+
+def list_model_names(openapi: dict[str, Any], names: Sequence[str]) -> None:
+    """Let the OpenAPI document name the models that a request can ask. FastAPI keeps the document that it has made."""
+    for name, schema in openapi["components"]["schemas"].items():
+        if name.endswith("Request"):
+            field = schema["properties"]["model"]
+            for part in field.get("anyOf", [field]):
+                if part["type"] == "string":
+                    part["enum"] = list(names)
+    for parameter in openapi["paths"]["/v1/models/{name}"]["get"]["parameters"]:
+        parameter["schema"]["enum"] = list(names)
 
 
 def add_pages(app: FastAPI, server: ModelServer) -> None:

@@ -53,7 +53,7 @@ class Operation(NamedTuple):
 
 
 class Job:
-    """One request of a model: an operation, its settings (hashable; jobs with equal ones form a batch), its inputs."""
+    """One request of a model: an operation, its settings (jobs with equal ones form a batch), its inputs."""
 
     def __init__(self, operation: Operation, settings: Any, inputs: Any, num_rows: int = 1) -> None:
         self.operation, self.settings, self.inputs, self.num_rows = operation, settings, inputs, num_rows

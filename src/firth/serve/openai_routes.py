@@ -20,7 +20,8 @@ from firth.tasks.conversation import DEFAULT_NEW_TOKENS
 
 DEFAULT_COMPLETION_TOKENS = 16  # OpenAI's
 DEFAULT_TEMPERATURE = 1.0  # OpenAI's
-EVENT_STREAM: dict[str, Any] = {"content": {"text/event-stream": {"schema": {"type": "string"}}}}
+EVENT_SCHEMA = {"type": "object", "properties": {"data": {"type": "string"}}}  # one server-sent event
+EVENT_STREAM: dict[str, Any] = {"content": {"text/event-stream": {"schema": EVENT_SCHEMA}}}
 FIRTH_FIELDS = ("top_p", "top_k", "min_p", "repetition_penalty", "no_repeat_ngram_size", "min_new_tokens")
 SAMPLING_ONLY_FIELDS = ("top_p", "top_k", "min_p")
 

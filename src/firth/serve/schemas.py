@@ -16,7 +16,7 @@ from firth.generate.config import GenerationConfig
 Int = Annotated[int, Strict()]
 Number = Annotated[float, Strict(), Field(allow_inf_nan=False)]
 Flag = Annotated[bool, Strict()]
-Seed = Annotated[int, Strict(), Field(ge=-(2**63), lt=2**63)]
+Seed = Annotated[int, Strict(), Field(ge=-(2**53), le=2**53)]  # exact in every JSON reader
 Text = Annotated[str, Field(min_length=1)]
 StopStrings = Text | Annotated[list[Text], Field(max_length=16)]
 
@@ -65,8 +65,8 @@ class SamplingFields(Request):
     stream: Flag | None = None
     stream_options: StreamOptions | None = None
     seed: Seed | None = None
-    presence_penalty: Literal[0] | None = Field(default=None, description="Not supported: 0 only.")
-    frequency_penalty: Literal[0] | None = Field(default=None, description="Not supported: 0 only.")
+    presence_penalty: Number | None = Field(default=None, ge=0, le=0, description="Not supported: 0 only.")
+    frequency_penalty: Number | None = Field(default=None, ge=0, le=0, description="Not supported: 0 only.")
     user: str | None = Field(default=None, description="Ignored.")
     top_k: Int | None = Field(default=None, ge=0, le=2**31)
     min_p: Number | None = Field(default=None, ge=0, le=1)
@@ -86,8 +86,10 @@ class CompletionRequest(SamplingFields):
     )
     max_tokens: Int | None = Field(default=None, ge=1, le=MAX_NEW_TOKENS, description="Default: 16.")
     echo: Flag | None = Field(default=None, description="Return the prompt before the new text.")
-    logprobs: Literal[0] | None = Field(default=None, description="0 returns log-probabilities of the chosen tokens.")
-    best_of: Literal[1] | None = Field(default=None, description="Not supported: 1 only.")
+    logprobs: Int | None = Field(
+        default=None, ge=0, le=0, description="0 returns log-probabilities of the chosen tokens."
+    )
+    best_of: Int | None = Field(default=None, ge=1, le=1, description="Not supported: 1 only.")
     suffix: None = Field(default=None, description="Not supported.")
 
 
@@ -98,7 +100,7 @@ class TextPart(Request):
 
 class Message(Request):
     role: Literal["system", "developer", "user", "assistant"]
-    content: str | Annotated[list[TextPart], Field(min_length=1, max_length=1000)]
+    content: str | Annotated[list[TextPart], Field(min_length=1, max_length=16)]
     name: str | None = Field(default=None, description="Ignored.")
 
 
@@ -107,13 +109,13 @@ class TextFormat(Request):
 
 
 class ChatRequest(SamplingFields):
-    messages: list[Message] = Field(min_length=1, max_length=10_000)
+    messages: list[Message] = Field(min_length=1, max_length=1000)
     max_tokens: Int | None = Field(default=None, ge=1, le=MAX_NEW_TOKENS)
     max_completion_tokens: Int | None = Field(
         default=None, ge=1, le=MAX_NEW_TOKENS, description="Default: 256, or what fits."
     )
     logprobs: Flag | None = Field(default=None, description="Return the log-probabilities of the chosen tokens.")
-    top_logprobs: Literal[0] | None = Field(default=None, description="Not supported: 0 only.")
+    top_logprobs: Int | None = Field(default=None, ge=0, le=0, description="Not supported: 0 only.")
     response_format: TextFormat | None = None
 
 

@@ -10,7 +10,7 @@ import re
 import secrets
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -26,9 +26,9 @@ from firth.evaluate.predict_input import PredictInput, TaskInput
 from firth.generate import Blank, GenerationConfig, fill_texts, generate_sequences
 from firth.generate.decode_state import check_can_generate
 from firth.generate.loop import GeneratedSequence, iterate_decode_steps
-from firth.generate.text import PromptText
+from firth.generate.text import PromptText, make_prompt_texts
 from firth.models import EncoderDecoder, Model, load_model, make_sequence_template
-from firth.models.config import LMHead
+from firth.models.config import EmbeddingHead, LMHead
 from firth.serve.batching import BatchWorker, Job, Operation, Piece, Result, compute_together
 from firth.serve.config import ServeConfig
 from firth.serve.errors import ApiError
@@ -161,7 +161,7 @@ class ServedModel:
 
     def make_generation_job(
         self,
-        prompts: Sequence[str | Sequence[int]],
+        prompts: Sequence[str | list[int]],
         settings: Mapping[str, Any],
         default_new_tokens: int = 50,
         is_streamed: bool = False,
@@ -174,21 +174,14 @@ class ServedModel:
         for ids in prompts:
             if not isinstance(ids, str) and not (ids and all(0 <= i < vocab_size for i in ids)):
                 raise ApiError(400, f"Token ids must be from 0 to {vocab_size - 1}.", "invalid_value", "prompt")
-        encoded = iter(self.tokenizer.encode_batch([prompt for prompt in prompts if isinstance(prompt, str)]))
-        stop = tuple(settings.get("stop", ()))
-        texts = [
-            PromptText(self.model, next(encoded), stop)
-            if isinstance(prompt, str)
-            else PromptText(self.model, list(prompt), stop, has_special_tokens=True)
-            for prompt in prompts
-        ]
+        config = GenerationConfig(**{"max_new_tokens": default_new_tokens, **settings, "seed": 0})
+        texts = make_prompt_texts(self.model, prompts, config)
         longest = max(len(text.input_ids) for text in texts)
-        new_tokens = settings.get("max_new_tokens") or default_new_tokens
         room = self.room_for_new_tokens(longest)
-        if not settings.get("max_new_tokens"):
-            new_tokens = min(new_tokens, self.config.max_output_tokens, new_tokens if room is None else max(room, 1))
-        config = GenerationConfig(**{**settings, "max_new_tokens": new_tokens, "seed": 0})
-        each = config.num_return_sequences
+        if "max_new_tokens" not in settings:
+            fits = min(config.max_new_tokens, self.config.max_output_tokens, *([] if room is None else [max(room, 1)]))
+            config = replace(config, max_new_tokens=fits, min_new_tokens=min(config.min_new_tokens, fits))
+        new_tokens, each = config.max_new_tokens, config.num_return_sequences
         if room is not None and new_tokens > room:
             raise ApiError(
                 400,
@@ -224,7 +217,8 @@ class ServedModel:
         counts = [len(ids) for ids in self.tokenizer.encode_batch(list(texts))]
         self.check_input_tokens(sum(counts))
         template = make_sequence_template(self.model.config, self.tokenizer.vocab)
-        limit = resolve_max_length(self.model, 0)
+        head = self.model.config.head
+        limit = resolve_max_length(self.model, head.max_length if isinstance(head, EmbeddingHead) else 0)
         longest = max(counts) + template.num_special_tokens()
         if longest > limit:
             message = f"This model's maximum context length is {limit} tokens, and a text has {longest}."
