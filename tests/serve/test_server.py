@@ -106,12 +106,12 @@ def test_without_fastapi_the_command_names_the_package(monkeypatch: pytest.Monke
 
 
 @pytest.mark.slow
-def test_no_request_that_the_schema_describes_fails(folders: dict[str, Path]) -> None:
+def test_no_request_that_the_schema_describes_fails(folders: dict[str, Path], tmp_path: Path) -> None:
     pytest.importorskip("schemathesis")
     with running(*(f"{name}={folder}" for name, folder in folders.items())) as (_, address):
         command = [Path(sys.executable).with_name("schemathesis"), "run", f"{address}/openapi.json", "-n", "40"]
         # A request may fit the schema and still ask for what the model cannot do.
         options = ["--exclude-checks", "positive_data_acceptance", "--phases", "examples,coverage,fuzzing"]
         command = [*command, *options, "--suppress-health-check", "all"]
-        found = subprocess.run(command, capture_output=True, text=True)
+        found = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path)  # keeps its cache there
     assert found.returncode == 0, found.stdout[-8000:] + found.stderr[-2000:]
