@@ -25,7 +25,7 @@ from firth.core.errors import Interrupted, UserError, did_you_mean, quote
 from firth.core.files import atomic_folder, check_output_folder, find_corruption, read_json, read_object, write_json
 from firth.core.html import resolve_page_path
 from firth.core.serialization import TYPE_KEY, from_dict, to_dict
-from firth.generate.config import make_generation_config
+from firth.generate.config import CONSTRAINTS, make_generation_config
 from firth.lab.check import COMPARED_TOKENIZER_KINDS as COMPARED
 from firth.lab.check import check_corpus, read_leak_examples
 from firth.lab.check_page import save_check_page as save_check
@@ -1439,6 +1439,8 @@ def generate(
     answer gets the prompt in the format of its training, and returns the answer alone, with the length and the beams
     that it was scored with. `chat` puts the prompt into the chat template as a user's message. A checkpoint is computed
     on the GPU where there is one, with `bf16` in bfloat16; a model stays where it is.
+
+    `json_schema`, `regex`, `choices` or `grammar` give structured output: the text alone, without the prompt.
     """
     prompts = [prompt] if isinstance(prompt, str) else prompt
     if isinstance(checkpoint, str | Path) and is_ngram(checkpoint):
@@ -1484,6 +1486,14 @@ def move_for_generation(model: Model, bf16: bool = False) -> Model:
     return model.to("cuda" if torch.cuda.is_available() else "cpu", torch.bfloat16 if bf16 else None)
 
 
+def with_structured_length(model: Model, settings: Mapping[str, Any]) -> dict[str, Any]:
+    """Return generation settings, in which structured output has a length that suits it unless one is given."""
+    from firth.generate.text import default_structured_tokens
+
+    is_structured = any(settings.get(name) is not None for name in CONSTRAINTS)
+    return ({"max_new_tokens": default_structured_tokens(model)} if is_structured else {}) | dict(settings)
+
+
 def generate_in_batches(
     model: Model, prompts: Sequence[str | list[int]], settings: Mapping[str, Any]
 ) -> list[dict[str, Any]]:
@@ -1492,8 +1502,10 @@ def generate_in_batches(
     On a GPU a batch may be large: prompts wait until a sequence before them has ended.
     """
     from firth.generate import generate_results
+    from firth.generate.text import describe_incomplete
 
-    config, results = make_generation_config(None, dict(settings)), []
+    config = make_generation_config(None, with_structured_length(model, settings))
+    results: list[dict[str, Any]] = []
     num_sequences = MAX_QUEUED_SEQUENCES if model.embed.tokens.weight.is_cuda else MAX_CONCURRENT_SEQUENCES
     size = max(1, (MAX_CONCURRENT_SEQUENCES if config.num_beams > 1 else num_sequences) // config.num_beams)
     size = max(1, size // config.num_return_sequences)
@@ -1501,6 +1513,8 @@ def generate_in_batches(
         for first in range(0, len(prompts), size):
             part = prompts[first : first + size]
             results += generate_results(model, part, config, first_prompt=first, on_finished=shown.advance)
+    if problem := describe_incomplete(results, config):
+        warn(problem)
     return results
 
 

@@ -24,7 +24,7 @@ from firth.cli import options as opt
 from firth.cli import render
 from firth.core.console import format_count, print_error, print_text, say, set_quiet, show_table, stderr_console, track
 from firth.core.errors import MAX_REASON_CHARS, Interrupted, UserError, shorten
-from firth.generate.config import GenerationConfig
+from firth.generate.config import CONSTRAINTS, GenerationConfig
 from firth.serve.config import ServeConfig
 from firth.tasks import FinetuneRecipe
 from firth.train import Recipe, read_yaml_mapping
@@ -358,11 +358,13 @@ def predict(
 @command(
     opt.GenerateOptions,
     GenerationConfig,
-    "temperature top_k top_p repetition_penalty seed num_beams num_return_sequences max_new_tokens stop",
+    "temperature top_k top_p repetition_penalty seed num_beams num_return_sequences max_new_tokens stop json_schema "
+    "regex choices",
     examples="""
 firth generate run/final "Once upon a time" --temperature 0.8 --top-p 0.95
 firth generate de/final "A man sleeps." --num-beams 4    # encoder-decoder
 firth generate run/final --prompts prompts.txt --json    # one prompt a line
+firth generate run/final "A person:" --json-schema person.json
 """,
 )
 def generate(
@@ -379,12 +381,15 @@ def generate(
     """Continue a prompt (decoder), or answer it (encoder-decoder, or a model fine-tuned to answer)."""
     from firth import api
     from firth.generate import stream_text
+    from firth.generate.grammar import read_grammar
     from firth.static.ngram import is_ngram
 
     settings |= {"stop": [opt.parse_escapes(text, "--stop") for text in settings.get("stop", ())]}
     texts = collect_input_texts(prompt, prompts, "--prompts", ("prompt", "source", "text"), encoding)
     if stream and json:
         raise UserError("--stream prints tokens one by one and --json one object at the end: choose one.")
+    constraint = {name: settings[name] for name in CONSTRAINTS if name in settings}
+    read_grammar(GenerationConfig(**constraint))  # a mistake in a schema shows before a model is loaded
     if is_ngram(checkpoint):
         render.print_generated_texts(api.generate_with_ngram(checkpoint, texts, settings), json)
         return
@@ -392,15 +397,18 @@ def generate(
     settings = defaults | settings
     single = len(texts) == 1 and settings.get("num_beams", 1) == settings.get("num_return_sequences", 1) == 1
     if stream is None:
-        stream = single and not json and sys.stdout.isatty()
+        stream = single and not json and not constraint and sys.stdout.isatty()
     if not stream:
-        render.print_generated_texts(api.generate_in_batches(model, encoded, settings), json)
+        results = api.generate_in_batches(model, encoded, settings)
+        render.print_generated_texts(results, json)
+        if not all(result.get("complete", True) for result in results):
+            raise typer.Exit(1)
         return
     if len(texts) > 1:
         raise UserError(f"--stream prints one text as it is generated, and there are {len(texts)} prompts.")
-    pieces = stream_text(model, encoded[0], **settings)
+    pieces = stream_text(model, encoded[0], **api.with_structured_length(model, settings))
     first = next(pieces, "")  # raises for invalid settings before anything is printed
-    continues = isinstance(encoded[0], str) and model.config.architecture != "encoder-decoder"
+    continues = not constraint and isinstance(encoded[0], str) and model.config.architecture != "encoder-decoder"
     print_text(texts[0] if continues else "", end="")
     for piece in chain([first], pieces):
         print_text(piece, end="")

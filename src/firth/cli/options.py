@@ -66,13 +66,14 @@ GENERATION_TOPICS = {
     "Sampling": "temperature top_k top_p min_p repetition_penalty no_repeat_ngram_size seed",
     "Beam search": "num_beams length_penalty early_stopping num_return_sequences",
     "Length": "max_new_tokens min_new_tokens stop",
+    "Structured output": "json_schema regex choices grammar",
 }
 # Options that only --help-all shows.
 RARE_OPTIONS = (
     f"{TOPICS[TEXT]} mix mix_epochs held_out resume_from_checkpoint allow_change rewind target_text method delimiter "
     "threshold limit batch_size batch_tokens verbalizer random_labels"
 )
-TEXT_OPTIONS = ("text", "prompt", "stop", "compare", "among", "template")  # values that a tokenizer reads
+TEXT_OPTIONS = ("text", "prompt", "stop", "compare", "among", "template", "regex", "choices")  # that a tokenizer reads
 VALUE_NAMES = {int: "a whole number", float: "a number"}
 METAVARS = {int: "N", float: "X", str: "TEXT"}
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from typing import Any
 
@@ -36,9 +36,12 @@ NUMERIC_GENERATION_FIELDS = (
 )
 
 
-def setting(default: Any, help: str, shown_default: str | None = None) -> Any:
+CONSTRAINTS = ("json_schema", "regex", "choices", "grammar")  # of which one at most can be set
+
+
+def setting(default: Any, help: str, shown_default: str | None = None, metavar: str = "") -> Any:
     """A field with the text and, where it differs, the default that `firth generate --help` shows."""
-    return field(default=default, metadata={"help": help, "default": shown_default or str(default)})
+    return field(default=default, metadata={"help": help, "default": shown_default or str(default), "metavar": metavar})
 
 
 @dataclass(frozen=True)
@@ -57,6 +60,9 @@ class GenerationConfig:
 
     Stopping: at `max_new_tokens`, at EOS (not before `min_new_tokens`), or before the first of the `stop` strings.
     `num_return_sequences` texts are generated per prompt.
+
+    Structured output: the text is JSON by `json_schema` (a dictionary, JSON text or a file), a match of `regex`, one of
+    `choices`, or follows `grammar` (Lark or GBNF, text or a file). `constraint.py` explains it.
     """
 
     max_new_tokens: int = setting(50, "Generate at most this many tokens.", "50, or as fine-tuned")
@@ -79,6 +85,10 @@ class GenerationConfig:
     num_return_sequences: int = setting(1, "Return this many texts for each prompt.")
     stop: Sequence[str] = setting((), "End before this text. Repeat it for more.")
     seed: int = setting(0, "Seed the sampling.")
+    json_schema: str | Mapping[str, Any] | None = setting(None, "Write JSON that this JSON schema allows.", "", "FILE")
+    regex: str | None = setting(None, "Write a text that matches this regular expression as a whole.", "", "REGEX")
+    choices: str | Sequence[str] | None = setting(None, "Write one of these texts.", "", "A,B,C")
+    grammar: str | None = setting(None, "Write a text of this grammar, in Lark's or llama.cpp's notation.", "", "FILE")
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "stop", (self.stop,) if isinstance(self.stop, str) else tuple(self.stop))
@@ -96,7 +106,17 @@ class GenerationConfig:
             raise UserError("stop must be a list of strings, none of them empty.")
         self.check_combinations()
 
+    @property
+    def constraint(self) -> str | None:
+        """The field that constrains the text, or None."""
+        return next((name for name in CONSTRAINTS if getattr(self, name) is not None), None)
+
     def check_combinations(self) -> None:
+        given = [name for name in CONSTRAINTS if getattr(self, name) is not None]
+        if len(given) > 1:
+            raise UserError(f"{given[0]} and {given[1]} are both given: a text can follow only one.")
+        if given and self.stop:
+            raise UserError(f"stop would cut a text that {given[0]} describes: leave one of them out.")
         if self.min_new_tokens > self.max_new_tokens:
             raise UserError(
                 f"min_new_tokens is {self.min_new_tokens}, more than max_new_tokens, which is {self.max_new_tokens}."

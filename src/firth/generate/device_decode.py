@@ -86,6 +86,7 @@ def can_decode_on_device(model: Model, generation_config: GenerationConfig) -> b
         and not torch.is_autocast_enabled("cuda")
         and generation_config.num_beams == 1
         and not generation_config.no_repeat_ngram_size
+        and generation_config.constraint is None  # the host computes its masks
         and supports_device_decode(model)
     )
 

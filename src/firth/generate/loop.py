@@ -26,6 +26,7 @@ from torch import Tensor
 from firth.core.errors import UserError
 from firth.generate.beams import beam_search
 from firth.generate.config import GenerationConfig
+from firth.generate.constraint import Constraint, make_constraint
 from firth.generate.decode_state import check_can_generate, eval_mode, make_decode_state, require_tokenizer
 from firth.generate.device_decode import (
     STREAM_STEPS_PER_CHECK,
@@ -36,6 +37,7 @@ from firth.generate.device_decode import (
     num_slots_that_fit,
     take_device_decode,
 )
+from firth.generate.grammar import read_grammar
 from firth.generate.length_budget import INITIAL_NEW_TOKENS, LengthBudget, make_length_budget
 from firth.generate.sampling import LogitsProcessor, TokenSampler
 from firth.models import EncoderDecoder, ForcedTokens, Model, get_forced_tokens, make_sequence_template
@@ -325,6 +327,7 @@ def make_logits_processor(
         logits_BV.device,
         forced_tokens(model),
         budget.budgets,
+        model_constraint(model, generation_config),
     )
 
 
@@ -332,3 +335,12 @@ def forced_tokens(model: Model) -> ForcedTokens:
     """Return the tokens that begin and end every text. A decoder's prompt has begun it already."""
     forced = get_forced_tokens(model, require_tokenizer(model).vocab)
     return forced if isinstance(model, EncoderDecoder) else ForcedTokens(eos=forced.eos)
+
+
+def model_constraint(model: Model, generation_config: GenerationConfig) -> Constraint | None:
+    """Return the constraint of structured output; None for free text."""
+    grammar = read_grammar(generation_config)
+    if grammar is None:
+        return None
+    is_continuation = not isinstance(model, EncoderDecoder)
+    return make_constraint(grammar, require_tokenizer(model), check_can_generate(model), is_continuation)

@@ -20,6 +20,8 @@ def generate_ngram_results(
     """Return the results of all prompts, in the form of `generate_results`."""
     if generation_config.num_beams > 1:
         raise UserError("n-gram models do not support beam search: set num_beams=1.")
+    if generation_config.constraint:
+        raise UserError(f"n-gram models do not support {generation_config.constraint}. Use a decoder such as gpt2.")
     num = generation_config.num_return_sequences
     return [
         {"prompt": i, **continue_ngram_prompt(model, prompt, generation_config, i * num + k)}

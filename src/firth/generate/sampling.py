@@ -1,7 +1,8 @@
 """Choose the next token: logits processors, then greedy choice or sampling.
 
 Logits pass through two stages, in the order of `transformers`. Processors (`LogitsProcessor`) apply always:
-repetition penalty, banned n-grams, no EOS before `min_new_tokens`, forced BOS and EOS. Warpers (`warp_logits`) apply
+repetition penalty, banned n-grams, no EOS before `min_new_tokens`, the tokens that a grammar permits
+(`constraint.py`), forced BOS and EOS. Warpers (`warp_logits`) apply
 only to sampling. They cut the unreliable tail of the distribution, whose many tokens have small probabilities each but
 a large one together (Holtzman et al. 2019, section 3):
 
@@ -28,6 +29,7 @@ import torch
 from torch import Tensor
 
 from firth.generate.config import GenerationConfig
+from firth.generate.constraint import Constraint
 from firth.models import ForcedTokens
 from firth.objectives import CounterRNG
 from firth.tokens import TokenIds
@@ -50,6 +52,7 @@ class LogitsProcessor:
         device: torch.device,
         forced: ForcedTokens | None = None,
         budgets: Sequence[int] | None = None,
+        constraint: Constraint | None = None,
     ) -> None:
         self.generation_config, self.eos_ids, self.forced = generation_config, eos_ids, forced or ForcedTokens()
         self.eos_E = torch.tensor([i for i in eos_ids if i < vocab_size], dtype=torch.long, device=device)
@@ -59,15 +62,19 @@ class LogitsProcessor:
         self.seen_BV = (
             seen_tokens(prompts, vocab_size).to(device) if generation_config.repetition_penalty != 1 else None
         )
+        self.constraint = None if constraint is None else constraint.start(len(prompts), vocab_size, device)
 
     def process(self, scores_BV: Tensor, step: int) -> Tensor:
         """Return the constrained scores (B, V) of the new token at index `step`."""
+        original_BV = scores_BV
         if self.seen_BV is not None:
             scores_BV = apply_repetition_penalty(scores_BV, self.seen_BV, self.generation_config.repetition_penalty)
         if self.history is not None:
             scores_BV = ban_repeated_ngrams(scores_BV, self.history, self.generation_config.no_repeat_ngram_size)
         if step < self.generation_config.min_new_tokens:
             scores_BV = scores_BV.index_fill(1, self.eos_E, NEG_INF)
+        if self.constraint is not None:
+            scores_BV = apply_permitted(scores_BV, original_BV, self.constraint.mask())
         if self.forced.bos is not None and step == 0:
             scores_BV = force_token(scores_BV, self.forced.bos)
         if self.forced.eos is not None and step + 1 >= self.min_budget:
@@ -85,10 +92,14 @@ class LogitsProcessor:
         if self.history is not None:
             for ids, token in zip(self.history, token_B.tolist(), strict=True):
                 ids.append(token)
+        if self.constraint is not None:
+            self.constraint.accept(token_B.tolist())
 
     def select_rows(self, row_B: Tensor) -> None:
         """Keep these rows, in this order."""
         self.budget_B = self.budget_B[row_B]
+        if self.constraint is not None:
+            self.constraint.select_rows(row_B.tolist())
         if self.seen_BV is not None:
             self.seen_BV = self.seen_BV[row_B]
         if self.history is not None:
@@ -110,6 +121,13 @@ def force_token(scores_BV: Tensor, token: int) -> Tensor:
     forced_BV = torch.full_like(scores_BV, NEG_INF)
     forced_BV[:, token] = 0.0
     return forced_BV
+
+
+def apply_permitted(scores_BV: Tensor, original_BV: Tensor, permitted_BV: Tensor) -> Tensor:
+    """Forbid all tokens but the permitted ones; where other rules forbid these as well, the original scores hold."""
+    masked_BV = scores_BV.masked_fill(~permitted_BV, NEG_INF)
+    is_dead_B1 = masked_BV.amax(-1, keepdim=True) == NEG_INF
+    return torch.where(is_dead_B1, original_BV.masked_fill(~permitted_BV, NEG_INF), masked_BV)
 
 
 def apply_repetition_penalty(scores_BV: Tensor, seen_BV: Tensor, penalty: float) -> Tensor:

@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
-from firth.core.errors import UserError
+from firth.core.console import warn
+from firth.core.errors import UserError, quote
 from firth.generate.config import GenerationConfig, make_generation_config
+from firth.generate.constraint import Constraint
 from firth.generate.decode_state import check_can_generate, require_tokenizer
-from firth.generate.loop import GeneratedSequence, generate_sequences, iterate_new_ids
+from firth.generate.loop import GeneratedSequence, generate_sequences, iterate_new_ids, model_constraint
 from firth.models import EncoderDecoder, Model, make_prompt_suffix, make_sequence_template
 from firth.tokens import TokenIds
 
 Prompt = str | TokenIds  # a text, or ids that contain their special tokens
+MAX_STRUCTURED_TOKENS = 512  # default length of structured output: a text that is cut is of no use
 REPLACEMENT_CHAR = "\ufffd"  # decodes an incomplete UTF-8 character
 
 
@@ -25,7 +28,8 @@ def generate(
 ) -> list[str]:
     """Return prompt and continuation (decoders, UniLM), or the answer alone (encoder-decoders, prompts given as ids).
 
-    Options are a `GenerationConfig` or its fields: `generate(model, ["The"], temperature=0.8)`.
+    Options are a `GenerationConfig` or its fields: `generate(model, ["The"], temperature=0.8)`. Structured output comes
+    without the prompt.
     """
     prompt_texts, sequences = generate_prompt_texts(
         model, prompts, make_generation_config(generation_config, options), use_cache, logprobs=False
@@ -45,9 +49,10 @@ def generate_results(
     """Return one JSON-ready dict per generated text.
 
     `prompt` is the prompt's index, `text` the result of `generate`, `new` the text without the prompt; `tokens`,
-    `logprobs`, `score` and `finished` are those of `GeneratedSequence`. `first_prompt` is the index of the first
-    prompt, where these are a part of more: samples depend on it. `on_finished` is called with the number of texts that
-    have ended since.
+    `logprobs`, `score` and `finished` are those of `GeneratedSequence`. Structured output has no prompt in `text`; it
+    has `complete`, false for a text that was cut, and `value`, the JSON value or the text, None if it was cut.
+    `first_prompt` is the index of the first prompt, where these are a part of more: samples depend on it. `on_finished`
+    is called with the number of texts that have ended since.
     """
     generation_config = make_generation_config(generation_config, options)
     prompt_texts, sequences = generate_prompt_texts(
@@ -62,6 +67,7 @@ def generate_results(
             "logprobs": new.logprobs,
             "score": new.score,
             "finished": new.finished,
+            **prompt.constraint_facts(new.tokens),
         }
         for i, (prompt, new) in enumerate(zip(prompt_texts, sequences, strict=True))
     ]
@@ -74,7 +80,10 @@ def stream_text(
     use_cache: bool = True,
     **options: Any,
 ) -> Iterator[str]:
-    """Yield the new text in pieces: complete characters only, and no part of a stop string."""
+    """Yield the new text in pieces: complete characters only, and no part of a stop string.
+
+    Structured output that was cut gives a warning at the end.
+    """
     generation_config = make_generation_config(generation_config, options)
     if generation_config.num_beams > 1 or generation_config.num_return_sequences > 1:
         raise UserError("Streaming supports one text: set num_beams=1 and num_return_sequences=1.")
@@ -89,6 +98,35 @@ def stream_text(
     rest = prompt_text.new_text(ids)[len(shown) :]
     if rest:
         yield rest
+    result = {
+        "text": shown + rest,
+        "finished": len(ids) < generation_config.max_new_tokens,
+        **prompt_text.constraint_facts(ids),
+    }
+    if problem := describe_incomplete([result], generation_config):
+        warn(problem)
+
+
+def describe_incomplete(results: Sequence[Mapping[str, Any]], generation_config: GenerationConfig) -> str:
+    """Return the message about structured output that is not complete; empty if all of it is."""
+    incomplete = [result for result in results if not result.get("complete", True)]
+    if not incomplete:
+        return ""
+    option = f"--{generation_config.constraint}".replace("_", "-")
+    which = "The text is" if len(results) == 1 else f"{len(incomplete):,} of {len(results):,} texts are"
+    if all(result["finished"] for result in incomplete):
+        return (
+            f"{which} cut before {option} was satisfied: the model's tokenizer has no token that can follow "
+            f"{quote(incomplete[0]['text'][-20:])}."
+        )
+    limit = f"{generation_config.max_new_tokens:,} new tokens"
+    return f"{which} cut after {limit}, before {option} was satisfied. Raise --max-new-tokens, or bound the lengths."
+
+
+def default_structured_tokens(model: Model) -> int:
+    """Return the default length of structured output; a prompt may take three quarters of the positions."""
+    limit = model.config.max_length
+    return MAX_STRUCTURED_TOKENS if limit is None else max(1, min(MAX_STRUCTURED_TOKENS, limit // 4))
 
 
 def generate_prompt_texts(
@@ -112,11 +150,12 @@ def generate_prompt_texts(
 
 def make_prompt_texts(model: Model, prompts: Sequence[Prompt], generation_config: GenerationConfig) -> list[PromptText]:
     check_can_generate(model)
+    constraint = model_constraint(model, generation_config)
     encoded = iter(require_tokenizer(model).encode_batch([prompt for prompt in prompts if isinstance(prompt, str)]))
     return [
-        PromptText(model, next(encoded), generation_config.stop)
+        PromptText(model, next(encoded), generation_config.stop, False, constraint)
         if isinstance(prompt, str)
-        else PromptText(model, prompt, generation_config.stop, True)
+        else PromptText(model, prompt, generation_config.stop, True, constraint)
         for prompt in prompts
     ]
 
@@ -124,8 +163,15 @@ def make_prompt_texts(model: Model, prompts: Sequence[Prompt], generation_config
 class PromptText:
     """A prompt, and the decoding of new tokens after it."""
 
-    def __init__(self, model: Model, ids: TokenIds, stop: Sequence[str], has_special_tokens: bool = False) -> None:
-        self.tokenizer, self.stop = require_tokenizer(model), stop
+    def __init__(
+        self,
+        model: Model,
+        ids: TokenIds,
+        stop: Sequence[str],
+        has_special_tokens: bool = False,
+        constraint: Constraint | None = None,
+    ) -> None:
+        self.tokenizer, self.stop, self.constraint = require_tokenizer(model), stop, constraint
         template = make_sequence_template(model.config, self.tokenizer.vocab)
         is_seq2seq = isinstance(model, EncoderDecoder)
         # Special tokens as in pretraining: a decoder's prompt is open or ends with a blank, an encoder's is complete.
@@ -137,13 +183,19 @@ class PromptText:
 
     def split_generated(self, ids: TokenIds) -> tuple[str, str]:
         """Return the unchanged part of the prompt and the text after it: decoding may drop a space at the border."""
+        if self.constraint is not None:
+            return "", self.constraint.text(ids)
         text = self.tokenizer.decode([*self.prompt_ids, *ids])
         pairs = enumerate(zip(self.prompt_text, text, strict=False))
         common = next((i for i, (a, b) in pairs if a != b), len(self.prompt_text))
         return text[:common], text[common:]
 
+    def constraint_facts(self, ids: TokenIds) -> dict[str, Any]:
+        """Return `complete` and `value` of structured output; empty for free text."""
+        return {} if self.constraint is None else self.constraint.facts(ids)
+
     def full_text(self, ids: TokenIds) -> str:
-        """Return a decoder's prompt and the new text before the first stop string."""
+        """Return a decoder's prompt and the new text before the first stop string; structured output alone."""
         prompt, new = self.split_generated(ids)
         return prompt + new[: self.stop_index(new)]
 
@@ -166,6 +218,8 @@ class PromptText:
         if end < len(new):
             return new[:end]
         new = new.rstrip(REPLACEMENT_CHAR)
+        if self.constraint is not None:
+            return "" if self.constraint.may_change_spaces else new
         if self.tokenizer.kind == "wordpiece":  # the next token may remove the space before this one
             new = new[: new.rfind(" ") + 1].rstrip(" ")
         longest = max((n for text in self.stop for n in range(1, len(text)) if new.endswith(text[:n])), default=0)

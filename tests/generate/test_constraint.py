@@ -1,0 +1,347 @@
+"""Structured output: the tokens that a grammar permits, for every kind of tokenizer and way of decoding."""
+
+from __future__ import annotations
+
+import json
+import random
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import jsonschema
+import pytest
+import torch
+from generate.random_schemas import draw_schema
+
+from firth import api
+from firth.core.errors import UserError
+from firth.generate import GenerationConfig, generate_results, stream_text
+from firth.generate.constraint import Constraint, make_constraint
+from firth.generate.grammar import read_grammar
+from firth.models import Model, ModelConfig, get_eos_token_ids, make_model
+from firth.models.config import LearnedPosition
+from firth.models.presets import bart, gpt2, llama, t5_v1_1
+from firth.tokens import Tokenizer, train_tokenizer
+from firth.tokens.token_bytes import token_bytes
+
+TEXTS = [
+    'the quick brown fox jumps over the lazy dog. It is 3.14 or 42 - 7, isn\'t it? Yes: "no" (maybe)!',
+    'é ü ø ß größe ä 北京 {"name": [1, 2.5e-7, true, false, null], "tags": {"k_a": "x\\ny"}} @#$%^&*+=/<>|~`;',
+    "0 1 2 3 4 5 6 7 8 9 0123456789 abcdefghijklmnopqrstuvwxyz ABCDEFGHIJKLMNOPQRSTUVWXYZ zyxwvutsrqponmlkjihgfedcba",
+]
+# tokenizer and model: every kind of tokenizer, decoders and encoder-decoders, with and without forced BOS
+MODELS: dict[str, Callable[[int], ModelConfig]] = {
+    "byte-bpe": lambda size: gpt2(1, 16, 2, size, position=LearnedPosition(1024)),
+    "unigram": lambda size: t5_v1_1(1, 16, 2, 24, size),
+    "char": lambda size: llama(1, 16, 2, 24, size, num_kv_heads=1),
+    "wordpiece": lambda size: bart(1, 16, 2, size, position=LearnedPosition(1024)),
+    "bpe": lambda size: gpt2(1, 16, 2, size, position=LearnedPosition(1024)),
+}
+EXACT_KINDS = ("byte-bpe", "unigram", "char")
+PERSON = {
+    "type": "object",
+    "properties": {"name": {"type": "string", "maxLength": 5}, "age": {"type": "integer", "minimum": 0, "maximum": 99}},
+    "required": ["name", "age"],
+    "additionalProperties": False,
+}
+
+
+@pytest.fixture(scope="module")
+def tokenizers() -> dict[str, Tokenizer]:
+    return {kind: train_tokenizer(TEXTS * 3, kind, 500) for kind in (*MODELS, "word")}
+
+
+@pytest.fixture(scope="module")
+def models(tokenizers: dict[str, Tokenizer]) -> dict[str, Model]:
+    made = {}
+    for kind, config in MODELS.items():
+        torch.manual_seed(0)
+        made[kind] = make_model(config(tokenizers[kind].vocab.size)).eval()
+        made[kind].tokenizer = tokenizers[kind]
+    return made
+
+
+def build(tokenizer: Tokenizer, is_continuation: bool = False, **settings: Any) -> Constraint:
+    grammar = read_grammar(GenerationConfig(**settings))
+    assert grammar is not None
+    eos = tokenizer.vocab.eos if tokenizer.vocab.eos is not None else tokenizer.vocab.sep
+    return make_constraint(grammar, tokenizer, [eos], is_continuation)
+
+
+def validate(value: Any, schema: dict[str, Any]) -> None:
+    judge = jsonschema.Draft202012Validator
+    judge(schema, format_checker=judge.FORMAT_CHECKER).validate(value)
+
+
+# --- bytes of tokens -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", [*EXACT_KINDS, "byte fallback"])
+def test_bytes_of_tokens_are_what_the_tokenizer_decodes(tokenizers: dict[str, Tokenizer], kind: str) -> None:
+    tokenizer = tokenizers[kind] if kind in tokenizers else train_tokenizer(TEXTS, "unigram", 500, byte_fallback=True)
+    spelling, rng = token_bytes(tokenizer), random.Random(0)
+    ids = [i for i in range(tokenizer.vocab.size) if spelling.pieces[i]]
+    assert not {*ids} & {*tokenizer.vocab.special_ids}
+    for _ in range(200):
+        drawn = rng.choices(ids, k=8)
+        text = b"".join(spelling.pieces[i] for i in drawn)
+        if spelling.drops_first_space:
+            text = text.removeprefix(b" ")
+        expected = text.decode(errors="replace")
+        if kind != "byte fallback" or "\ufffd" not in expected:  # it writes a whole run of bytes as invalid
+            assert tokenizer.decode(drawn) == expected
+    for text in TEXTS:
+        assert spelling.has_optional_spaces is False
+        joined = b"".join(spelling.pieces[i] for i in tokenizer.encode(text)).decode()
+        assert joined.removeprefix(" " if spelling.drops_first_space else "") == text
+
+
+@pytest.mark.parametrize("kind", ["wordpiece", "bpe", "word"])
+def test_words_and_spaces_are_what_the_tokenizer_decodes(tokenizers: dict[str, Tokenizer], kind: str) -> None:
+    """Without their spaces, since the decoder guesses these."""
+    tokenizer = tokenizers[kind]
+    spelling, text = token_bytes(tokenizer), TEXTS[0]
+    joined = b"".join(spelling.pieces[i] for i in tokenizer.encode(text)).decode()
+    assert spelling.has_optional_spaces
+    assert joined == tokenizer.decode(tokenizer.encode(text)).replace(" ", "")
+
+
+# --- 1,000 schemas ---------------------------------------------------------------------------------------------------
+
+
+def check_instances(tokenizers: dict[str, Tokenizer], seeds: range) -> int:
+    """Feed the tokens of valid instances to the constraint; return how many were accepted."""
+    num_checked = 0
+    for seed in seeds:
+        drawn, kinds = draw_schema(random.Random(seed)), list(MODELS)
+        instances = [drawn.instance() for _ in range(3)]
+        for kind in (kinds[seed % len(kinds)], kinds[(seed + 2) % len(kinds)]):
+            tokenizer = tokenizers[kind]
+            constraint = build(tokenizer, json_schema=drawn.schema)
+            for instance, indent in zip(instances, (None, None, 2), strict=True):
+                validate(instance, drawn.schema)
+                text = json.dumps(instance, ensure_ascii=False, indent=indent)
+                ids = tokenizer.encode(text)
+                if tokenizer.vocab.unk in ids:
+                    continue
+                row = constraint.start_row()
+                for token in ids:
+                    assert row.permitted()[token], (seed, kind, text, constraint.text(ids[: ids.index(token)]))
+                    row.accept(token)
+                facts = constraint.facts(ids)
+                assert facts["complete"], (seed, kind, text)
+                if kind in EXACT_KINDS:
+                    assert facts["value"] == instance
+                    assert constraint.text(ids) == text
+                else:
+                    validate(facts["value"], drawn.schema)
+                num_checked += 1
+    return num_checked
+
+
+def check_outputs(models: dict[str, Model], seeds: range, max_new_tokens: int = 300) -> tuple[int, int]:
+    """Let random models write; return how many texts are complete and how many were cut."""
+    num_complete = num_cut = 0
+    for seed in seeds:
+        drawn, kinds = draw_schema(random.Random(seed)), list(models)
+        ways = (dict(temperature=1.0), dict(temperature=1.0), dict(), dict(num_beams=2))
+        model, settings = models[kinds[seed % len(kinds)]], ways[seed % len(ways)]
+        results = generate_results(
+            model, ["the fox", "a"], json_schema=drawn.schema, max_new_tokens=max_new_tokens, seed=seed, **settings
+        )
+        for result in results:
+            if result["complete"]:
+                num_complete += 1
+                assert result["value"] == json.loads(result["text"])
+                validate(result["value"], drawn.schema)
+            else:
+                num_cut += 1
+                assert result["value"] is None
+    return num_complete, num_cut
+
+
+def test_accepts_every_valid_instance(tokenizers: dict[str, Tokenizer]) -> None:
+    assert check_instances(tokenizers, range(24)) > 100
+
+
+def test_every_output_validates(models: dict[str, Model]) -> None:
+    num_complete, num_cut = check_outputs(models, range(15), max_new_tokens=120)
+    assert num_complete > 2 * num_cut
+
+
+@pytest.mark.slow
+def test_accepts_every_valid_instance_of_a_thousand_schemas(tokenizers: dict[str, Tokenizer]) -> None:
+    assert check_instances(tokenizers, range(1000)) > 4500
+
+
+@pytest.mark.slow
+def test_every_output_for_a_thousand_schemas_validates(models: dict[str, Model]) -> None:
+    num_complete, num_cut = check_outputs(models, range(1000))
+    print(f"{num_complete} texts are complete and valid, {num_cut} were cut")
+    assert num_complete > 4 * num_cut
+
+
+# --- ways of decoding ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", list(MODELS))
+@pytest.mark.parametrize("settings", [{}, {"temperature": 1.0}, {"num_beams": 3}], ids=["greedy", "sample", "beams"])
+def test_batch_gives_the_same_texts_as_single_prompts(
+    models: dict[str, Model], kind: str, settings: dict[str, Any]
+) -> None:
+    prompts, options = ["the fox", "a", "lazy dog or"], dict(json_schema=PERSON, max_new_tokens=80, **settings)
+    together = generate_results(models[kind], prompts, **options)
+    for result in together:
+        assert result["complete"]
+        validate(json.loads(result["text"]), PERSON)
+    first = generate_results(models[kind], prompts[:1], **options)
+    assert first[0]["text"] == together[0]["text"]
+
+
+def test_regex_choices_and_grammar(models: dict[str, Model]) -> None:
+    for model in models.values():
+        pattern = "[a-z]{3}-[0-9]{2}"
+        (result,) = generate_results(model, ["the"], regex=pattern, temperature=1.0)
+        assert re.fullmatch(pattern, result["text"])
+        (result,) = generate_results(model, ["the"], choices=["yes, sir", "no"])
+        assert result["value"] in ("yes, sir", "no")
+        (result,) = generate_results(model, ["the"], choices="lazy,dog")
+        assert result["value"] in ("lazy", "dog")
+        grammar = 'start: "x" op "y"\nop: "+" | "-"\n'
+        (result,) = generate_results(model, ["the"], grammar=grammar)
+        assert result["text"].replace(" ", "") in ("x+y", "x-y")
+        (result,) = generate_results(model, ["the"], grammar='root ::= "x" ("+" | "-") "y"')
+        assert result["text"].replace(" ", "") in ("x+y", "x-y")
+
+
+def test_mask_keeps_the_model_s_preferences(models: dict[str, Model]) -> None:
+    """Sampling follows the model's own probabilities of the permitted tokens."""
+    model, choices = models["char"], ["a", "c", "e"]
+    options: dict[str, Any] = dict(temperature=1.0, max_new_tokens=1, num_return_sequences=2000)
+    free = generate_results(model, ["the"], **options)
+    share = [sum(result["new"] == choice for result in free) for choice in choices]
+    drawn = generate_results(model, ["the"], **options, grammar='start: "a" | "c" | "e"')
+    for choice, number in zip(choices, share, strict=True):
+        expected = number / sum(share)
+        assert abs(sum(r["text"] == choice for r in drawn) / sum(r["complete"] for r in drawn) - expected) < 0.25
+    best = generate_results(model, ["the"], choices=choices, num_beams=3, num_return_sequences=3)
+    scores = [result["score"] for result in best]
+    assert scores == sorted(scores, reverse=True)
+
+
+def test_other_rules_never_win_over_the_grammar(models: dict[str, Model]) -> None:
+    options = dict(no_repeat_ngram_size=1, repetition_penalty=2.0, min_new_tokens=40, max_new_tokens=50)
+    (result,) = generate_results(models["char"], ["the"], choices=["aaaa"], **options)
+    assert result["text"] == "aaaa"
+
+
+def test_continuation_may_begin_with_a_space(tokenizers: dict[str, Tokenizer], models: dict[str, Model]) -> None:
+    tokenizer = tokenizers["byte-bpe"]
+    constraint = build(tokenizer, True, choices=["the", "fox"])
+    ids = tokenizer.encode(" fox")
+    assert constraint.text(ids) == "fox"
+    assert constraint.facts(ids)["value"] == "fox"
+    assert not build(tokenizer, False, choices=["the", "fox"]).facts(ids)["complete"]
+    exact = build(tokenizer, True, choices=[" fox", "the"])  # the space is part of the text
+    assert exact.facts(ids)["value"] == " fox"
+
+
+def test_cut_text_says_so(models: dict[str, Model], capsys: pytest.CaptureFixture[str]) -> None:
+    schema = {"type": "string", "minLength": 50}
+    (result,) = generate_results(models["char"], ["the"], json_schema=schema, max_new_tokens=10)
+    assert (result["complete"], result["finished"], result["value"]) == (False, False, None)
+    api.generate(models["char"], "the", json_schema=schema, max_new_tokens=10)
+    assert "cut after 10 new tokens, before --json-schema was satisfied" in capsys.readouterr().err
+
+
+def test_text_that_ends_with_the_last_token_is_complete(models: dict[str, Model]) -> None:
+    (result,) = generate_results(models["char"], ["the"], choices=["abc"], max_new_tokens=3)
+    assert (result["text"], result["complete"]) == ("abc", True)
+
+
+def test_stream_is_the_text(models: dict[str, Model]) -> None:
+    for kind in ("byte-bpe", "wordpiece"):
+        (result,) = generate_results(models[kind], ["the"], json_schema=PERSON, max_new_tokens=80)
+        pieces = list(stream_text(models[kind], "the", json_schema=PERSON, max_new_tokens=80))
+        assert "".join(pieces) == result["text"]
+
+
+def test_api_gives_the_text_alone(models: dict[str, Model]) -> None:
+    texts = api.generate(models["byte-bpe"], ["the fox", "a"], json_schema=PERSON)
+    for text in texts:
+        validate(json.loads(text), PERSON)
+
+
+# --- errors ----------------------------------------------------------------------------------------------------------
+
+
+def test_vocabulary_without_the_characters(tokenizers: dict[str, Tokenizer]) -> None:
+    plain = train_tokenizer(["the fox jumps"] * 3, "char", 100)
+    with pytest.raises(UserError, match=r"No token of this char tokenizer can begin the text: it must start with '\{'"):
+        build(plain, json_schema={"type": "object"})
+
+
+def test_dead_end_names_the_text(capsys: pytest.CaptureFixture[str], models: dict[str, Model]) -> None:
+    """A word tokenizer knows `{` but not every key."""
+    model = models["char"]
+    api.generate(model, "the", choices=["fox☃"])
+    assert "has no token that can follow 'fox'" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"json_schema": {"properties": {"a": {"format": "year"}}}}, "#/properties/a: Unknown format: year"),
+        (
+            {"json_schema": {"items": {"anyOf": [{"type": "null"}, {"pattern": "(?=a)", "type": "string"}]}}},
+            "#/items/anyOf/1: look",
+        ),
+        ({"json_schema": {"$defs": {"x": {"not": {}}}, "$ref": "#/$defs/x"}}, "#/$defs/x/not: not supported"),
+        ({"json_schema": {"$ref": "#/$defs/y"}}, "does not exist"),
+        ({"json_schema": '{"type":'}, "json_schema:1:9: not JSON"),
+        ({"json_schema": "missing.json"}, "missing.json: no such file"),
+        ({"regex": "(a"}, "regex: unclosed group"),
+        ({"choices": []}, "choices must be texts"),
+        ({"grammar": "start: foo\n"}, 'unknown name: "foo"'),
+    ],
+)
+def test_errors_name_the_part(settings: dict[str, Any], message: str) -> None:
+    with pytest.raises(UserError) as error:
+        read_grammar(GenerationConfig(**settings))
+    assert message in str(error.value)
+    assert "\n" not in str(error.value)
+
+
+def test_options_that_exclude_each_other() -> None:
+    with pytest.raises(UserError, match="json_schema and regex are both given"):
+        GenerationConfig(json_schema={}, regex="a")
+    with pytest.raises(UserError, match="stop would cut"):
+        GenerationConfig(regex="a", stop=["b"])
+
+
+def test_without_llguidance(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(__import__("sys").modules, "llguidance", None)
+    with pytest.raises(UserError, match="pip install llguidance"):
+        read_grammar(GenerationConfig(regex="a"))
+
+
+def test_file_error_names_the_file(tmp_path: Path) -> None:
+    file = tmp_path / "s.json"
+    file.write_text('{"type": "strng"}')
+    with pytest.raises(UserError, match=r"s\.json: #: Invalid type: strng"):
+        read_grammar(GenerationConfig(json_schema=str(file)))
+
+
+def test_eos_of_every_model(models: dict[str, Model]) -> None:
+    """Each of a model's EOS ids is permitted where a text is complete, and nowhere else."""
+    for model in models.values():
+        assert model.tokenizer is not None
+        grammar = read_grammar(GenerationConfig(choices=["fox"]))
+        assert grammar is not None
+        eos_ids = get_eos_token_ids(model, model.tokenizer.vocab)
+        row = make_constraint(grammar, model.tokenizer, eos_ids, False).start_row()
+        assert not row.permitted()[list(eos_ids)].any()
+        for token in model.tokenizer.encode("fox"):
+            row.accept(token)
+        assert row.permitted()[list(eos_ids)].all()
