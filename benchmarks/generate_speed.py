@@ -1,13 +1,14 @@
 """Compare generation speed with `transformers`: same weights, prompts and number of new tokens, in one process.
 
     python benchmarks/generate_speed.py [--workload NAME ...] [--repeats N] [--tokens N] [--threads N]
-        [--profile] [--json]
+        [--separate] [--profile] [--json]
 
 Both sides decode greedily from prompts of equal length, always the same number of tokens. They alternate, so that
 other load on the machine slows both; the reported ratio is the median over the repeats. On a GPU the weights are in
 bfloat16 and `transformers` has its static KV cache, which compiles the step; on a CPU float32 and the dynamic cache,
 which is faster there. Repeats that compile or capture CUDA graphs are not counted. In float32 both sides must generate
-the same tokens; otherwise nothing is measured. `--profile` then shows the phases of our side, and its kernels.
+the same tokens; otherwise nothing is measured. `--separate` times our side of all workloads first, where the machine
+does nothing else. `--profile` shows the phases of our side, and its kernels.
 
 B rows, T tokens of a prompt.
 """
@@ -32,7 +33,7 @@ from firth import __version__
 from firth.core.console import format_count, progress, say, show_table
 from firth.generate import generate_ids
 from firth.generate.device_decode import kept_decodes
-from firth.models import Model, ModelConfig, get_preset, make_model, to_hf_config
+from firth.models import ForcedTokens, Model, ModelConfig, get_preset, make_model, to_hf_config
 from firth.models.hf.convert import to_hf_tensors
 from firth.models.presets import gpt2, llama
 from firth.tokens import Vocabulary
@@ -40,6 +41,7 @@ from firth.tokens import Vocabulary
 OURS, THEIRS = "firth", "transformers"
 CHECKED_ROWS, CHECKED_TOKENS = 4, 24  # few: in thousands of choices two tokens may be equally likely
 PROFILED_STEPS = 64
+BART_START_ID = 2
 GenerateFn = Callable[[np.ndarray], list[list[int]]]
 
 
@@ -62,7 +64,12 @@ ON_GPU: dict[str, Workload] = {
     "llama-12x768, 1 row": Workload(llama(12, 768, 12, 2048, num_kv_heads=4), batch_size=1, prompt_length=128),
     "llama-12x768, 64 rows": Workload(llama(12, 768, 12, 2048, num_kv_heads=4), batch_size=64, prompt_length=128),
 }
-WORKLOADS = ON_CPU | ON_GPU
+ENCODER_DECODERS: dict[str, Workload] = {
+    f"{name}, {rows} row{'s' * (rows > 1)}": Workload(get_preset(name), batch_size=rows, prompt_length=128)
+    for name in ("t5-base", "bart-base")
+    for rows in (1, 64)
+}
+WORKLOADS = ON_CPU | ON_GPU | ENCODER_DECODERS
 
 
 @dataclass(frozen=True)
@@ -85,7 +92,7 @@ class NoEosTokenizer:
 
 
 def make_tokenizer(size: int) -> Any:
-    return NoEosTokenizer(Vocabulary(size, 0, None, None, size, None, None, None, (), special_ids=(0,)))
+    return NoEosTokenizer(Vocabulary(size, 0, None, None, size, 1, BART_START_ID, None, (), special_ids=(0,)))
 
 
 def random_prompts(workload: Workload, repeat: int) -> np.ndarray:
@@ -107,6 +114,7 @@ def make_sides(workload: Workload, device: torch.device) -> tuple[Model, Any]:
     theirs = getattr(transformers, facts["architectures"][0])._from_config(config, attn_implementation="sdpa")
     theirs.load_state_dict(to_hf_tensors(model), strict=False)
     model.tokenizer = make_tokenizer(workload.model.vocab_size)
+    model.eos_token_ids, model.forced_tokens = (workload.model.vocab_size,), ForcedTokens()
     return model.to(device), theirs.eval().to(device)
 
 
@@ -114,16 +122,20 @@ def our_generate_fn(model: Model, tokens: int) -> GenerateFn:
     return lambda prompts: generate_ids(model, prompts.tolist(), tokens)
 
 
-def their_generate_fn(theirs: Any, tokens: int, device: torch.device) -> GenerateFn:
+def their_generate_fn(theirs: Any, tokens: int, device: torch.device, static: bool = True) -> GenerateFn:
     settings = dict(max_new_tokens=tokens, min_new_tokens=tokens, do_sample=False, pad_token_id=0, eos_token_id=None)
-    if device.type == "cuda":
+    is_seq2seq = theirs.config.is_encoder_decoder
+    if device.type == "cuda" and static:
         settings["cache_implementation"] = "static"
-    theirs.generation_config.eos_token_id = None
+    generation = theirs.generation_config
+    generation.eos_token_id = generation.forced_eos_token_id = generation.forced_bos_token_id = None
+    if is_seq2seq:
+        settings["decoder_start_token_id"] = BART_START_ID if theirs.config.model_type == "bart" else 0
 
     def generate_fn(prompts: np.ndarray) -> list[list[int]]:
         input_ids = torch.from_numpy(prompts).to(device)
         out = theirs.generate(input_ids, attention_mask=torch.ones_like(input_ids), **settings)
-        return out[:, input_ids.shape[1] :].tolist()
+        return out[:, 1 if is_seq2seq else input_ids.shape[1] :].tolist()
 
     return generate_fn
 
@@ -131,14 +143,29 @@ def their_generate_fn(theirs: Any, tokens: int, device: torch.device) -> Generat
 # Measuring
 
 
+def check_same_tokens(name: str, workload: Workload, model: Model, theirs: Any, device: torch.device) -> None:
+    prompts = random_prompts(workload, 0)[:CHECKED_ROWS]
+    ours = our_generate_fn(model, CHECKED_TOKENS)(prompts)
+    if ours != their_generate_fn(theirs, CHECKED_TOKENS, device, static=False)(prompts):
+        raise SystemExit(f"{name}: the two sides generate different tokens, so their speeds cannot be compared.")
+
+
+def time_repeat(generate_fn: GenerateFn, workload: Workload, repeat: int, tokens: int) -> float:
+    """Return the seconds of one call."""
+    prompts = random_prompts(workload, repeat)
+    start = time.perf_counter()
+    generated = generate_fn(prompts)
+    seconds = time.perf_counter() - start
+    assert all(len(ids) == tokens for ids in generated)
+    return seconds
+
+
 def measure(
     name: str, workload: Workload, device: torch.device, repeats: int, tokens: int, warmup: int, profiles: bool = False
 ) -> list[Speed]:
     """Check that both sides generate the same tokens, then time them in alternation."""
     model, theirs = make_sides(workload, device)
-    prompts = random_prompts(workload, 0)[:CHECKED_ROWS]
-    if our_generate_fn(model, CHECKED_TOKENS)(prompts) != their_generate_fn(theirs, CHECKED_TOKENS, device)(prompts):
-        raise SystemExit(f"{name}: the two sides generate different tokens, so their speeds cannot be compared.")
+    check_same_tokens(name, workload, model, theirs, device)
     if device.type == "cuda":
         model, theirs = model.bfloat16(), theirs.bfloat16()
     sides = {OURS: our_generate_fn(model, tokens), THEIRS: their_generate_fn(theirs, tokens, device)}
@@ -146,15 +173,44 @@ def measure(
     with progress(name, "repeats", warmup + repeats) as bar:
         for repeat in range(warmup + repeats):
             for side, generate_fn in sides.items():
-                start = time.perf_counter()
-                generated = generate_fn(random_prompts(workload, repeat))
-                seconds[side].append(time.perf_counter() - start)
-                assert all(len(ids) == tokens for ids in generated)
+                seconds[side].append(time_repeat(generate_fn, workload, repeat, tokens))
             bar.advance()
-    timed = {side: times[warmup:] for side, times in seconds.items()}
     if profiles:
-        say(f"{name}: our first call took {seconds[OURS][0]:.2f} s, the median {statistics.median(timed[OURS]):.4f} s")
         show_profile(name, model, sides[OURS], random_prompts(workload, 0))
+    return summarize_sides(name, workload, tokens, seconds, warmup)
+
+
+def measure_separately(
+    names: Sequence[str], device: torch.device, repeats: int, tokens: int, warmup: int, profiles: bool
+) -> list[Speed]:
+    """Time our side of all workloads, then the other; print each as soon as it is known."""
+    seconds: dict[str, dict[str, list[float]]] = {name: {} for name in names}
+
+    def time_side(name: str, side: str, generate_fn: GenerateFn) -> None:
+        workload = WORKLOADS[name]
+        times = [time_repeat(generate_fn, workload, repeat, tokens) for repeat in range(warmup + repeats)]
+        seconds[name][side], median = times, statistics.median(times[warmup:])
+        speed = workload.batch_size * tokens / median
+        say(f"{name}, {side}: {speed:,.0f} tokens/s (first call {times[0]:.2f} s, then {median:.4f} s)")
+
+    for name in names:
+        model, _ = make_sides(WORKLOADS[name], device)
+        model = model.bfloat16() if device.type == "cuda" else model
+        time_side(name, OURS, our_generate_fn(model, tokens))
+        if profiles:
+            show_profile(name, model, our_generate_fn(model, tokens), random_prompts(WORKLOADS[name], 0))
+    for name in names:
+        model, theirs = make_sides(WORKLOADS[name], device)
+        check_same_tokens(name, WORKLOADS[name], model, theirs, device)
+        theirs = theirs.bfloat16() if device.type == "cuda" else theirs
+        time_side(name, THEIRS, their_generate_fn(theirs, tokens, device))
+    return [s for name in names for s in summarize_sides(name, WORKLOADS[name], tokens, seconds[name], warmup)]
+
+
+def summarize_sides(
+    name: str, workload: Workload, tokens: int, seconds: dict[str, list[float]], warmup: int
+) -> list[Speed]:
+    timed = {side: times[warmup:] for side, times in seconds.items()}
     return [summarize(name, side, workload.batch_size * tokens, times, timed[THEIRS]) for side, times in timed.items()]
 
 
@@ -207,6 +263,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--repeats", type=int, default=5, help="timed runs of each side (5)")
     parser.add_argument("--tokens", type=int, help="new tokens per row (64 on a CPU, 256 on a GPU)")
     parser.add_argument("--threads", type=int, help="CPU threads of both sides (torch's default)")
+    parser.add_argument("--separate", action="store_true", help="time our side of all workloads first")
     parser.add_argument("--profile", action="store_true", help="show where our time goes (GPU)")
     parser.add_argument("--json", action="store_true", help="print one JSON object on the last line")
     args = parser.parse_args(argv)
@@ -223,7 +280,11 @@ def main(argv: Sequence[str] | None = None) -> None:
     say(f"both sides: {tokens} new tokens per row, greedy; transformers with SDPA")
 
     warmup, profiles = 2 if on_gpu else 1, args.profile and on_gpu
-    speeds = [s for n in names for s in measure(n, WORKLOADS[n], device, args.repeats, tokens, warmup, profiles)]
+    speeds = (
+        measure_separately(names, device, args.repeats, tokens, warmup, profiles)
+        if args.separate
+        else [s for n in names for s in measure(n, WORKLOADS[n], device, args.repeats, tokens, warmup, profiles)]
+    )
     show_table("Generation speed", ("workload", "side", "tokens/s", "ratio", "quartiles"), map(table_row, speeds))
     if args.json:
         facts = {"versions": versions, "machine": machine, "threads": torch.get_num_threads(), "tokens": tokens}

@@ -18,12 +18,13 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from firth.models.kernels.decode_linear import SplitHeads, uses_decode_kernels
+from firth.models.kernels.decode_linear import SplitHeads, pdl_options, uses_decode_kernels
 from firth.models.kernels.launch import launch
 from firth.models.kernels.tiling import num_multiprocessors, padded_head_size, triton
 
 if triton is not None:
     import triton.language as tl
+    from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 KEY_TILE = 64  # keys that a program loads at once
 MAX_KEY_PARTS = 16
@@ -71,6 +72,7 @@ def decode_attention(
         H=H, G=G, D=d, BLOCK_D=padded_head_size(d), BLOCK_R=max(16, triton.next_power_of_2(H // G)), PARTS=parts,
         HAS_ROPE=rope_Sd is not None, HAS_BIAS=bias_HS is not None, WINDOW=-1 if window is None else window,
         IS_CROSS=is_cross, TILE=KEY_TILE, IS_FP32=qkv_BI.dtype == torch.float32, num_warps=4, num_stages=2,
+        **pdl_options(),
     )  # fmt: skip
     return y[0] if parts == 1 else SplitHeads(y, lse_PBH)
 
@@ -130,12 +132,15 @@ if triton is not None:
         k_row, k_head, k_step, v_row, v_head, v_step, bias_head, B,
         H: tl.constexpr, G: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_R: tl.constexpr,
         PARTS: tl.constexpr, HAS_ROPE: tl.constexpr, HAS_BIAS: tl.constexpr, WINDOW: tl.constexpr,
-        IS_CROSS: tl.constexpr, TILE: tl.constexpr, IS_FP32: tl.constexpr,
+        IS_CROSS: tl.constexpr, TILE: tl.constexpr, IS_FP32: tl.constexpr, USE_PDL: tl.constexpr,
     ):  # fmt: skip
         dtype: tl.constexpr = keys.dtype.element_ty
         precision: tl.constexpr = "ieee" if IS_FP32 else "tf32"
         R: tl.constexpr = H // G
         WIDTH: tl.constexpr = H * D if IS_CROSS else (H + 2 * G) * D
+        if USE_PDL:
+            gdc_launch_dependents()
+            gdc_wait()
         b, g, part = tl.program_id(0) // G, tl.program_id(0) % G, tl.program_id(1)
         at = tl.load(position + b)
         r, j = tl.arange(0, BLOCK_R), tl.arange(0, BLOCK_D)
