@@ -35,7 +35,7 @@ from firth.models.config import (
     TransformerXL,
 )
 from firth.models.kv_cache import KVCache
-from firth.models.presets import bart, firth_t5, gpt, gpt2, gpt3, llama, t5, t5_v1_1
+from firth.models.presets import bart, firth_t5, gpt, gpt2, gpt3, llama, t5, t5_v1_1, t5gemma
 from firth.models.task_heads import with_classification_head
 
 PROMPTS = [[4, 40, 41, 42], [4], [4, 50, 51, 52, 53, 54, 55, 60], [4, 100]]
@@ -106,6 +106,7 @@ SMALL: dict[str, ModelConfig] = {
     "disentangled": any_decoder(Disentangled()),
     "t5": t5(2, 32, 2, 48, 400),
     "t5.1.1": t5_v1_1(2, 32, 2, 48, 400),
+    "t5gemma": t5gemma(2, 32, 2, 48, 400),
     "firth-t5": firth_t5(2, 32, 2, 48, 400),
     "t5 with one stack": t5(2, 32, 2, 48, 400, share_stacks=True),
     "bart": bart(2, 32, 2, 400, num_decoder_layers=3),

@@ -1,8 +1,8 @@
 """The transformer block: attention, cross-attention and MLP, each with its residual.
 
 Pre-norm (GPT-2, Llama, T5) computes `x + sublayer(norm(x))`, post-norm (BERT, and Vaswani et al. 2017) computes
-`norm(x + sublayer(x))`. Everything else that differs between architectures is inside the sublayers. FP8 training
-replaces the classes of this file by those of `fp8/block.py`.
+`norm(x + sublayer(x))`, Gemma 2 computes `x + norm(sublayer(norm(x)))`. Everything else that differs between
+architectures is inside the sublayers. FP8 training replaces the classes of this file by those of `fp8/block.py`.
 """
 
 from __future__ import annotations
@@ -72,6 +72,11 @@ class MLP(nn.Module):
         return linear_activation(self.up, x, self.activation, is_eager=is_eager)
 
 
+def norm_output(norm: nn.Module | None, y: Tensor, x: Tensor) -> Tensor:
+    """Return the output of a sublayer, with a norm where there is one, in the precision of the residual stream `x`."""
+    return y if norm is None else cast(Tensor, norm(y)).to(x.dtype)
+
+
 class Block(nn.Module):
     """Attention, then (in the decoder of an encoder-decoder) cross-attention, then MLP."""
 
@@ -84,6 +89,9 @@ class Block(nn.Module):
             self.cross_norm = make_norm(config)
         self.mlp = MLP(config)
         self.mlp_norm = make_norm(config)
+        self.attention_output_norm = make_norm(config) if config.norm_outputs else None
+        self.cross_output_norm = make_norm(config) if config.norm_outputs and has_cross_attention else None
+        self.mlp_output_norm = make_norm(config) if config.norm_outputs else None
         self.norm_first = config.norm_first
         self.drop = Dropout(config.dropout)
 
@@ -104,17 +112,18 @@ class Block(nn.Module):
         if self.norm_first:
             if isinstance(kv_states, Tensor):
                 kv_states = cast(Tensor, self.attention_norm(kv_states))
-            x = x + self.drop(self.attention(self.attention_norm(x), spec, kv_states))
+            y = self.attention(self.attention_norm(x), spec, kv_states)
+            x = x + self.drop(norm_output(self.attention_output_norm, y, x))
             if encoder_hidden_states is not None:
-                x = x + self.drop(self.cross(self.cross_norm(x), cross_spec, encoder_hidden_states))
-            return x + self.drop(self.mlp(self.mlp_norm(x)))
+                y = self.cross(self.cross_norm(x), cross_spec, encoder_hidden_states)
+                x = x + self.drop(norm_output(self.cross_output_norm, y, x))
+            return x + self.drop(norm_output(self.mlp_output_norm, self.mlp(self.mlp_norm(x)), x))
 
         dtype = x.dtype  # autocast runs norms in float32: the residual stream keeps its own precision
         x = self.attention_norm(x + self.drop(self.attention(x, spec, kv_states))).to(dtype)
         if encoder_hidden_states is not None:
             x = self.cross_norm(x + self.drop(self.cross(x, cross_spec, encoder_hidden_states))).to(dtype)
-        y: Tensor = self.mlp_norm(x + self.drop(self.mlp(x))).to(dtype)
-        return y
+        return cast(Tensor, self.mlp_norm(x + self.drop(self.mlp(x))).to(dtype))
 
     def project_kv(self, kv_states: Tensor) -> KeyValues:
         """Return the keys and values that attention makes of `kv_states` (B, S, D)."""

@@ -519,6 +519,7 @@ class ModelConfig:
     head: Head
     init: Init = NormalInit()
     norm_first: bool = False  # pre-norm: x + f(norm(x)); default post-norm: norm(x + f(x))
+    norm_outputs: bool = False  # with pre-norm: x + norm(f(norm(x))), a norm of each sublayer's output too (Gemma 2)
     embed_norm: bool = False
     skip_first_norm: bool = False  # no norm before the first attention, after embed_norm (ModernBERT)
     bias: bool = True
@@ -800,6 +801,8 @@ class ModelConfig:
         names = [n for n in ("attention_gate", "value_residual", "unet_skips") if getattr(self, n)]
         own = [e for e in self.extras if isinstance(e, QueryStream | MaskDecoder)]
         is_plain = self.norm_first and self.recurrent is None and self.bottleneck is None and not own
+        if self.norm_outputs and not self.norm_first:
+            return ["model.norm_outputs adds norms to those before the sublayers: it needs model.norm_first=true"]
         if names and not (is_plain and self.num_shared == 1 and not self.share_stacks):
             return [
                 f"model.{names[0]} is for pre-norm Transformers without shared layers, bottlenecks or extra streams"

@@ -156,6 +156,7 @@ def _stack(config: ModelConfig, num_layers: int, has_cross_attention: bool = Fal
         total -= _norm(config, config.dim)
     if config.norm_first:
         total += _norm(config, config.dim)
+    total += num_blocks * _norm(config, config.dim) * (2 + has_cross_attention) * config.norm_outputs
     total += num_blocks * config.num_heads * config.dim * config.attention_gate
     total += max(num_blocks - 1, 0) * (2 * config.value_residual) + max(num_blocks - 1, 0) // 2 * config.unet_skips
     if isinstance(config.position, T5Bias):

@@ -137,6 +137,25 @@ def firth_t5(
     return t5_v1_1(num_layers, dim, num_heads, mlp_dim, vocab_size, **fields | changes)
 
 
+def t5gemma(
+    num_layers: int, dim: int, num_heads: int, mlp_dim: int, vocab_size: int = 32128, **changes: Any
+) -> ModelConfig:
+    """Zhang et al. 2025: an encoder-decoder of Gemma 2's blocks, with norms before and after each sublayer, and RoPE.
+
+    Without the published models' soft caps on scores and logits, and without their sliding windows.
+    """
+    fields: dict[str, Any] = dict(
+        family="t5gemma",
+        position=Rotary(length=8192),
+        init=NormalInit(),
+        norm_outputs=True,
+        scale_embedding=True,
+        head=LMHead(),
+        mlp=MLPConfig(mlp_dim, "gelu-tanh", gated=True),
+    )
+    return t5_v1_1(num_layers, dim, num_heads, mlp_dim, vocab_size, **fields | changes)
+
+
 def roberta(num_layers: int, dim: int, num_heads: int, vocab_size: int = 50265, **changes: Any) -> ModelConfig:
     """Liu et al. 2019: BERT with byte-level BPE and one segment; positions count from 2."""
     fields: dict[str, Any] = dict(
@@ -541,6 +560,9 @@ PRESETS: dict[str, ModelConfig] = {
     "t5.1.1-large": t5_v1_1(24, 1024, 16, 2816),
     "t5.1.1-xl": t5_v1_1(24, 2048, 32, 5120),
     "t5.1.1-xxl": t5_v1_1(24, 4096, 64, 10240),
+    "t5gemma-tiny": t5gemma(2, 128, 2, 352),
+    "t5gemma-small": t5gemma(8, 512, 8, 1344),
+    "t5gemma-base": t5gemma(12, 768, 12, 2048),
     "firth-t5-tiny": firth_t5(2, 128, 2, 352),
     "firth-t5-small": firth_t5(8, 512, 8, 1344),
     "firth-t5-base": firth_t5(12, 768, 12, 2048),
@@ -577,6 +599,7 @@ FAMILY_DESCRIPTIONS: dict[str, str] = {
     "gpt3": "text generation, in the 8 published sizes",
     "llama": "text generation: a current decoder",
     "t5": "text to text: translate, summarise, answer",
+    "t5gemma": "text to text: a current encoder-decoder",
     "firth-t5": "text to text, on little text: a current encoder-decoder, which plain transformers does not open",
     "bart": "text to text: summarise, correct, restore",
     **RECURRENT_FAMILY_DESCRIPTIONS,

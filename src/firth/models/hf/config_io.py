@@ -212,7 +212,24 @@ def to_hf_config(config: ModelConfig, vocab: Vocabulary | None) -> dict[str, Any
     else:
         hf = _to_layout_settings(config, FAMILY_LAYOUTS[config.family])
     hf["dtype"] = "float32"
-    return hf if vocab is None else hf | special_token_ids(config, vocab)
+    if vocab is None:
+        return hf
+    ids = special_token_ids(config, vocab)
+    return hf | ids | (stack_token_ids(hf, ids, vocab) if config.family == "t5gemma" and "decoder" in hf else {})
+
+
+def stack_token_ids(hf: dict[str, Any], ids: dict[str, int | None], vocab: Vocabulary) -> dict[str, Any]:
+    """Return the settings of T5Gemma's two stacks with special tokens, which `transformers` reads there.
+
+    `bos_token_id` of the decoder is its first token, which is our padding. A call without a mask hides the padding, so
+    that the decoder names a token as padding that no text has: [MASK].
+    """
+    end, first = ids["eos_token_id"], ids["decoder_start_token_id"]
+    padding = vocab.pad if vocab.mask is None else vocab.mask
+    return {
+        "encoder": hf["encoder"] | {"pad_token_id": vocab.pad, "bos_token_id": first, "eos_token_id": end},
+        "decoder": hf["decoder"] | {"pad_token_id": padding, "bos_token_id": first, "eos_token_id": end},
+    }
 
 
 def special_token_ids(config: ModelConfig, vocab: Vocabulary) -> dict[str, int | None]:

@@ -34,6 +34,8 @@ class TensorRule(NamedTuple):
     - `as_row`: they store a vector as a matrix of one row.
     - `split_heads`: they store the second axis as (heads, head size), as XLNet does.
     - `interleaved_heads`: they store query, key and value of each head side by side, as DeBERTa does.
+    - `offset`: their values are ours minus this: Gemma's norms multiply by 1 + weight.
+    - `is_copied`: each of `hf_names` is a copy of the whole tensor, as T5Gemma's two embeddings.
     """
 
     firth_name: str
@@ -43,9 +45,15 @@ class TensorRule(NamedTuple):
     as_row: bool = False
     split_heads: int = 0
     interleaved_heads: int = 0
+    offset: float = 0.0
+    is_copied: bool = False
 
     def to_firth(self, hf_tensors: list[Tensor]) -> Tensor:
         """Return our tensor from theirs."""
+        if self.offset:
+            hf_tensors = [piece + self.offset for piece in hf_tensors]
+        if self.is_copied:
+            return hf_tensors[0]
         if self.split_heads:
             hf_tensors = [piece.flatten(1) for piece in hf_tensors]
         if self.interleaved_heads:
@@ -62,6 +70,10 @@ class TensorRule(NamedTuple):
 
     def to_hf(self, tensor: Tensor) -> list[Tensor]:
         """Return their tensors from ours."""
+        if self.is_copied:
+            return [tensor.clone() for _ in self.hf_names]
+        if self.offset:
+            tensor = tensor - self.offset
         pieces = list(tensor.split(self.split_sizes) if self.split_sizes else tensor.chunk(len(self.hf_names)))
         pieces = [p[None] if self.as_row else p.t() if self.transposed else p for p in pieces]
         if self.interleaved_heads:

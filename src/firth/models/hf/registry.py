@@ -18,6 +18,7 @@ from firth.models.hf.modernbert import MODERNBERT_LAYOUT
 from firth.models.hf.rembert import REMBERT_LAYOUT
 from firth.models.hf.roberta import ROBERTA_LAYOUT, XLM_ROBERTA_LAYOUT
 from firth.models.hf.t5 import T5_LAYOUT
+from firth.models.hf.t5gemma import T5GEMMA_LAYOUT
 from firth.models.hf.xlm import XLM_LAYOUT
 from firth.models.hf.xlnet import XLNET_LAYOUT
 
@@ -46,6 +47,7 @@ FAMILY_LAYOUTS: dict[str, HFLayout] = {
     "llama": LLAMA_LAYOUT,
     "modernbert": MODERNBERT_LAYOUT,
     "t5": T5_LAYOUT,
+    "t5gemma": T5GEMMA_LAYOUT,
     "bart": BART_LAYOUT,
 }
 MODEL_TYPE_LAYOUTS = {layout.model_type: (name, layout) for name, layout in reversed(FAMILY_LAYOUTS.items())}
