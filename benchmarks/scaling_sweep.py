@@ -2,7 +2,8 @@
 
     python benchmarks/scaling_sweep.py --text en_wiki.train.txt.xz en_books.train.txt.xz --output-dir WORK \\
         [--quick | --cpu] [--architectures encoder,decoder] [--shapes 3x128,8x512] [--tokens 700000,14000000] \\
-        [--passes 1,4,16] [--max-tokens N] [--jobs J] [--write src/firth/lab/scaling_table.json] [--json]
+        [--passes 1,4,16] [--max-tokens N] [--max-cost X] [--jobs J] [--json] \\
+        [--write src/firth/lab/scaling_table.json]
 
 A run is what `firth pretrain encoder-8x512 --num-train-epochs P` does, with the batch and the rate that it chooses. The
 texts are every k-th document of the given ones; one tokenizer per architecture serves all of them, so that losses can
@@ -22,6 +23,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import time
 from collections.abc import Sequence
 from dataclasses import replace
@@ -48,6 +50,7 @@ from firth.tokens import is_shards_folder, load_tokenizer, open_shards, prepare,
 from firth.train import ComputeConfig, choose_compute, pretrain
 
 TOKENIZER_DOCUMENTS_STEP = 4  # every fourth document trains the tokenizer
+DEFAULT_VOCAB_SIZE = 8192
 NEVER = 10**9  # steps: no checkpoint and no evaluation before the end
 PAPER_LAW = ScalingLaw(1.69, 406.4, 410.7, 0.34, 0.28, 15.4)  # Hoffmann et al. 2022, eq. 10; Muennighoff et al. 2023
 PAPER_NOTE = "exponents, A / B and the worth of repeats are those of the papers: no sweep was run"
@@ -80,10 +83,11 @@ SETTINGS: dict[str, dict[str, Any]] = {
     },
     "quick": {
         "architectures": "encoder",
-        "shapes": "3x128,4x256,8x512",
+        "shapes": "3x128,4x256,8x512,12x768",
         "tokens": "700000,2800000,14000000",
         "passes": "1,4,16",
         "max_tokens": 60_000_000,
+        "max_cost": 1.75e15,
         "jobs": 8,
     },
     "cpu": {
@@ -109,8 +113,9 @@ class SweepRun(NamedTuple):
 
     @property
     def cost(self) -> float:
-        """Operations, about: parameters times tokens."""
-        return count_parameters(get_preset(f"{self.architecture}-{self.shape}")) * self.passes * self.text_tokens
+        """Parameters times tokens: a sixth of the operations."""
+        config = get_preset(f"{self.architecture}-{self.shape}")
+        return count_parameters(replace(config, vocab_size=DEFAULT_VOCAB_SIZE)) * self.passes * self.text_tokens
 
 
 def run_cell(cell: SweepRun) -> dict[str, Any]:
@@ -168,7 +173,7 @@ def make_grid(args: argparse.Namespace) -> list[SweepRun]:
                     cell = SweepRun(
                         architecture, shape, size, passes, str(shards), str(args.output_dir / "runs" / name)
                     )
-                    if passes * size <= args.max_tokens:
+                    if passes * size <= args.max_tokens and cell.cost <= (args.max_cost or math.inf):
                         cells.append(cell)
     return sorted(cells, key=lambda cell: -cell.cost)
 
@@ -291,7 +296,8 @@ def sweep(args: argparse.Namespace) -> dict[str, dict[str, Any]]:
         f"python benchmarks/scaling_sweep.py --text {' '.join(Path(path).name for path in args.text)} --output-dir WORK"
         f" --architectures {','.join(args.architectures)} --shapes {','.join(args.shapes)}"
         f" --tokens {','.join(map(str, args.tokens))} --passes {','.join(f'{p:g}' for p in args.passes)}"
-        f" --max-tokens {args.max_tokens} --vocab-size {args.vocab_size}"
+        f" --max-tokens {args.max_tokens}{f' --max-cost {args.max_cost:g}' if args.max_cost else ''}"
+        f" --vocab-size {args.vocab_size}"
     )
     args.output_dir.mkdir(parents=True, exist_ok=True)
     found = measure(make_grid(args), args)
@@ -311,10 +317,11 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--tokens", help="sizes of the texts in tokens, joined by commas")
     parser.add_argument("--passes", help="passes over each text, joined by commas")
     parser.add_argument("--max-tokens", type=int, help="leave out runs that read more tokens")
+    parser.add_argument("--max-cost", type=float, help="leave out runs with more parameters times tokens")
     parser.add_argument(
         "--text-tokens", type=int, default=14_000_000, help="tokens of the whole text, about (14000000)"
     )
-    parser.add_argument("--vocab-size", type=int, default=8192, help="of the tokenizers (8192)")
+    parser.add_argument("--vocab-size", type=int, default=DEFAULT_VOCAB_SIZE, help="of the tokenizers (8192)")
     parser.add_argument("--jobs", type=int, help="runs side by side")
     parser.add_argument("--published", action="store_true", help="take the runs of the docs instead of a sweep")
     parser.add_argument("--write", type=Path, help=f"write the laws to this file, as {TABLE_FILE.name} of the package")

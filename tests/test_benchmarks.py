@@ -773,3 +773,59 @@ def test_fine_tuning_side_by_side(
     assert all(side["examples_per_second"] > 0 for side in sides)
     assert sides[0]["shapes"] >= 1
     assert bool(asked) is compiled
+
+
+# --- the table of expected losses
+
+
+def test_a_sweep_is_fitted_and_written(
+    corpus_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """With runs that obey a law: it is found again, written for `firth plan`, and finished runs are not run again."""
+    from firth.core.files import write_json
+    from firth.lab.expected_loss import read_loss_table
+    from firth.lab.scaling_law import fit_scaling_law
+    from firth.tokens import open_shards
+
+    script("parallel_runs")  # which it imports
+    sweep = script("scaling_sweep")
+    started: list[str] = []
+
+    def fake_run(cell: Any) -> dict[str, Any]:
+        started.append(Path(cell.folder).name)
+        unique = open_shards(Path(cell.shards)).num_tokens
+        n = 1e5 * int(cell.shape[0]) ** 3
+        loss = sweep.PAPER_LAW.loss(n, cell.passes * unique, unique)
+        results = {"parameters": n, "passes": cell.passes, "eval_loss": loss, "steps": 1}
+        Path(cell.folder).mkdir(parents=True)
+        write_json(Path(cell.folder) / "results.json", results)
+        return results
+
+    monkeypatch.setattr(sweep, "run_cell", fake_run)
+    monkeypatch.setattr(sweep, "fit_scaling_law", lambda runs: fit_scaling_law(runs, num_bootstraps=3))
+    table = tmp_path / "table.json"
+    write_json(table, {"decoder": sweep.published_entry("decoder")})
+    words = ["--cpu", "--text", str(corpus_file), "--output-dir", str(tmp_path / "work"), "--vocab-size", "300"]
+    words += ["--text-tokens", "12000", "--tokens", "3000,12000", "--shapes", "1x64,2x64,3x64"]
+    sweep.main([*words, "--passes", "1,4", "--write", str(table), "--json"])
+    facts = json.loads(capsys.readouterr().out.splitlines()[-1])["laws"]["encoder"]
+    assert len(facts["runs"]) == len(started) == 12
+    assert started[0] == "encoder-3x64-12000-4", "the longest runs start first"
+    laws = read_loss_table(json.loads(table.read_text()))
+    assert set(laws) == {"decoder", "encoder"}
+    assert laws["encoder"].fit.mean_error < 0.01
+    assert laws["encoder"].assumed == ""
+    assert "no sweep was run" in laws["decoder"].assumed
+    sweep.main([*words, "--passes", "1,4,9"])
+    assert len(started) == 18, "finished runs are read"
+
+
+@pytest.mark.slow
+def test_a_real_sweep(corpus_file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    script("parallel_runs")
+    words = ["--cpu", "--text", str(corpus_file), "--output-dir", str(tmp_path / "work"), "--vocab-size", "300"]
+    words += ["--text-tokens", "12000", "--tokens", "4000,12000", "--passes", "1,3", "--shapes", "1x64,2x64", "--json"]
+    script("scaling_sweep").main(words)
+    facts = json.loads(capsys.readouterr().out.splitlines()[-1])["laws"]["encoder"]
+    assert len(facts["runs"]) == 8
+    assert all(2 < loss < 8 for *_, loss in facts["runs"])

@@ -31,7 +31,7 @@ from firth.lab.check import (
 from firth.lab.check_commands import pretrain_commands, program
 from firth.lab.check_page import make_check_page, save_check_page
 from firth.lab.check_text import print_check
-from firth.models import PRESETS
+from firth.models import ARCHITECTURE_FAMILIES, shaped_model
 from firth.recipes import pretraining_recipe, update_recipe
 from firth.text import Corpus
 from firth.tokens import train_tokenizer
@@ -128,9 +128,13 @@ def test_the_largest_model_that_need_not_read_too_often() -> None:
 def test_model_sizes_count_the_vocabulary() -> None:
     text = {"characters": 4 * 10**8, "duplicate_share": 0.5}
     models = {m["name"]: m for m in suggest_models(text, FIT)}
-    tiny = models["gpt2-tiny"]
+    tiny = models["decoder-3x128"]
     assert tiny["epochs"] == pytest.approx(20 * tiny["parameters"] / (0.95 * 0.5 * 10**8))
-    assert {m["name"] for m in models.values() if m["fits"]} == {"bert-mini", "gpt2-mini", "t5-mini"}
+    assert {m["name"] for m in models.values() if m["fits"]} == {
+        "encoder-4x256",
+        "decoder-4x256",
+        "encoder-decoder-4x256",
+    }
 
 
 # The whole
@@ -155,7 +159,7 @@ def test_the_advice_says_why(check: CorpusCheck) -> None:
     chosen = next(f for f in check.fits if f.name == check.chosen)
     assert advice["a new tokenizer"].do == f"`firth tokenizer --kind {chosen.kind} --vocab-size {chosen.vocab_size}`"
     assert advice["row length"].do == "--max-seq-length 128"
-    assert "gpt2-tiny" in advice["model size"].do
+    assert "decoder-2x64" in advice["model size"].do
 
 
 @pytest.fixture
@@ -182,7 +186,9 @@ def test_the_commands_can_be_pasted(
     assert parsed[0][1]["texts"] == parsed[1][1]["texts"] == [str(corpus_file)]
     for name, options in parsed[2:]:
         assert name == "pretrain"
-        recipe = update_recipe(pretraining_recipe(PRESETS[options["model"]]), {"max_seq_length": 128})
+        assert options["model"] in ARCHITECTURE_FAMILIES
+        assert options["minutes"] == 60
+        recipe = update_recipe(pretraining_recipe(shaped_model(options["model"], 2, 64)), {"max_seq_length": 128})
         assert options["max_seq_length"] == 128
         recipe.check()
     capsys.readouterr()
@@ -194,16 +200,16 @@ def test_no_command_that_pretrain_refuses(parse_command: ParseFn) -> None:
     models = suggest_models({"characters": 4 * 10**6, "duplicate_share": 0}, FIT)
     long = replace(FIT, rows={64: 0.1, 2048: 0.5})
     assert row_length_advice(long, models).do == "--max-seq-length 512"
-    assert "bert-tiny has 512 positions" in row_length_advice(long, models).why
+    assert "More than 512 are not advised" in row_length_advice(long, models).why
     texts = ["the cat and the dog"] * 5
     lengths = {}
     for kind, size in {"wordpiece": 60, "byte-bpe": 280, "unigram": 150}.items():
         parsed = [parse_command(c)[1] for c in pretrain_commands(train_tokenizer(texts, kind, size), models, 2048)]
         lengths[kind] = {options["model"]: options["max_seq_length"] for options in parsed}
     assert lengths == {
-        "wordpiece": {"bert-tiny": 512},
-        "byte-bpe": {"bert-tiny": 512, "gpt2-tiny": 1024},
-        "unigram": {"bert-tiny": 512, "gpt2-tiny": 1024, "t5-tiny": 1024},
+        "wordpiece": {"encoder": 512},
+        "byte-bpe": {"encoder": 512, "decoder": 512},
+        "unigram": {"encoder": 512, "decoder": 512, "encoder-decoder": 512},
     }
 
 

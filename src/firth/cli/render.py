@@ -254,7 +254,9 @@ def print_plan(result: Mapping[str, Any]) -> None:
 
 def plan_column(run: Mapping[str, Any]) -> dict[str, str]:
     """The figures of a planned run, by the name of their row."""
-    rate = f", mask rate {run['mask_rate']:.0%}" if run["mask_rate"] else ""
+    from firth.lab.planner import format_mask_rate
+
+    rate = f", {format_mask_rate(run)}" if run["mask_rate"] else ""
     return {
         "model": run["model"],
         "parameters": f"{run['parameters'] / 1e6:,.1f}M",

@@ -13,7 +13,8 @@ from typing import Any, NamedTuple
 from firth.core.console import format_count, say
 from firth.core.errors import UserError, quote
 from firth.lab.check_commands import limited_length, suggest_commands
-from firth.models import PRESETS, count_parameters
+from firth.models import count_parameters, get_preset
+from firth.models.presets import ARCHITECTURE_FAMILIES, SHAPE_LADDER
 from firth.recipes import default_vocab_size
 from firth.text import HELD_OUT_FRACTION, Corpus, Example, read_labelled
 from firth.text.labelled import infer_task
@@ -41,11 +42,6 @@ MAX_USEFUL_EPOCHS = 4  # repeated text is nearly worth new text up to here (Muen
 MIN_DUPLICATES_SHARE = 0.01  # share of the documents from which to advise
 MIN_SUSPICIOUS_SHARE = 0.01  # share of the documents from which to advise
 MAX_LISTED_LEAKS = 100  # labelled examples in the result; all are counted
-PRESETS_BY_ARCHITECTURE = {
-    "encoder": ("bert-tiny", "bert-mini", "bert-small", "bert-medium", "bert-base", "bert-large"),
-    "decoder": ("gpt2-tiny", "gpt2-mini", "gpt2-small", "gpt2", "gpt2-medium", "gpt2-large", "gpt2-xl"),
-    "encoder-decoder": ("t5-tiny", "t5-mini", "t5-small", "t5-base", "t5-large"),
-}
 
 
 @dataclass(frozen=True)
@@ -272,11 +268,12 @@ def estimate_train_tokens(corpus_stats: dict[str, Any], fit: TokenizerFit) -> in
 
 
 def suggest_models(corpus_stats: dict[str, Any], fit: TokenizerFit) -> list[dict[str, Any]]:
-    """Return presets of each architecture with this vocabulary, and the epochs that 20 tokens per parameter take."""
+    """Return sizes of each architecture with this vocabulary, and the epochs that 20 tokens per parameter take."""
     tokens, models = max(estimate_train_tokens(corpus_stats, fit), 1), []
-    for architecture, names in PRESETS_BY_ARCHITECTURE.items():
-        for name in names:
-            parameters = count_parameters(replace(PRESETS[name], vocab_size=fit.vocab_size))
+    for architecture in ARCHITECTURE_FAMILIES:
+        for num_layers, dim in SHAPE_LADDER:
+            name = f"{architecture}-{num_layers}x{dim}"
+            parameters = count_parameters(replace(get_preset(name), vocab_size=fit.vocab_size))
             epochs = TOKENS_PER_PARAMETER * parameters / tokens
             models.append({"name": name, "architecture": architecture, "parameters": parameters, "epochs": epochs})
             if epochs > 5 * MAX_USEFUL_EPOCHS:  # far too large already
@@ -427,7 +424,7 @@ def row_length_advice(fit: TokenizerFit, models: Sequence[dict[str, Any]]) -> Ad
     preset = min(fitting, key=lambda name: limited_length(name, MAX_ROW_TOKENS))
     length, limit = choose_row_length(fit), limited_length(preset, MAX_ROW_TOKENS)
     shares = ", ".join(f"{length}: {share:.0%}" for length, share in fit.rows.items())
-    limited = f" {preset} has {limit:,} positions, and longer rows are refused." if length > limit else ""
+    limited = f" More than {limit:,} are not advised: attention takes longer." if length > limit else ""
     return Advice(
         "row length",
         f"--max-seq-length {min(length, limit)}",
@@ -444,6 +441,6 @@ def model_size_advice(corpus_stats: dict[str, Any], fit: TokenizerFit, models: S
         "About " + ", ".join(f"{m['name']} ({m['parameters'] / 1e6:.1f}M, {m['epochs']:.1f} epochs)" for m in fitting),
         f"There are about {estimate_train_tokens(corpus_stats, fit):,} tokens to train on, without duplicates and the "
         f"{HELD_OUT_FRACTION:.0%} held out. Rule: the largest model that reads {TOKENS_PER_PARAMETER} tokens per "
-        f"parameter in at most {MAX_USEFUL_EPOCHS} epochs, or the smallest preset. The rule is for causal language "
-        "models; encoders tolerate many more epochs.",
+        f"parameter in at most {MAX_USEFUL_EPOCHS} epochs, or the smallest. It is for causal language models; encoders "
+        "tolerate many more epochs. `firth plan` chooses the size for your time and machine.",
     )

@@ -1,8 +1,8 @@
 """The commands that `firth check` ends with: for this text, this machine, and checked against the preset.
 
 A command that a person pastes must run. So each pretraining command is built as the recipe that the command would
-make, and is left out if the recipe or the objective refuses it: BERT has 512 positions, a decoder needs an end-of-text
-token, T5 needs a sentinel for each of a row's spans.
+make, and is left out if the recipe or the objective refuses it: a decoder needs an end-of-text token, T5 needs a
+sentinel for each of a row's spans.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from dataclasses import fields
 from typing import Any
 
 from firth.core.errors import UserError
-from firth.models import PRESETS
+from firth.models import get_preset
 from firth.recipes import pretraining_recipe, update_recipe
 from firth.text import Corpus
 from firth.text.corpus import STDIN_PATH
@@ -23,8 +23,8 @@ from firth.text.filters import TextCleaner
 from firth.text.normalize import parse_normal_forms
 from firth.tokens import Tokenizer
 
-CPU_MINUTES = 60  # of a pretraining without a GPU: the smallest preset, for an hour
-MIN_ROW_TOKENS = 32  # tokens of the shortest row to advise
+CPU_MINUTES, GPU_MINUTES = 60, 30  # of a pretraining; its size is planned for this time (`planner.py`)
+MIN_ROW_TOKENS, MAX_ROW_TOKENS = 32, 512  # tokens of the shortest and of the longest row to advise
 PURPOSES = {
     "encoder": "for classification, tagging and search",
     "decoder": "or a model that writes",
@@ -69,26 +69,31 @@ def program() -> list[str]:
 
 
 def pretrain_commands(tokenizer: Tokenizer, models: Sequence[Mapping[str, Any]], row_length: int) -> list[str]:
-    """Return a pretraining command for each architecture that can use the tokenizer."""
+    """Return a pretraining command for each architecture that can use the tokenizer; its size is planned by the run."""
     import torch  # takes seconds to load: a mistake in the command line is reported before
 
-    has_gpu, lines = torch.cuda.is_available(), []
+    minutes, lines = str(GPU_MINUTES if torch.cuda.is_available() else CPU_MINUTES), []
     for architecture, purpose in PURPOSES.items():
-        own = [model for model in models if model["architecture"] == architecture]
-        for model in [m for m in own if m["fits"]][-1:] if has_gpu else own[:1]:
-            name = model["name"]
-            length = accepted_length(name, tokenizer, row_length)
-            if length is None:
-                continue
-            duration = [] if has_gpu else ["--minutes", str(CPU_MINUTES)]
-            words = [*program(), "pretrain", name, "--data", "shards", "--max-seq-length", str(length), *duration]
-            lines.append(f"{shlex.join([*words, '--output-dir', f'run-{name}'])}  # {purpose}")
+        fitting = [model["name"] for model in models if model["architecture"] == architecture and model["fits"]]
+        length = accepted_length(fitting[-1], tokenizer, row_length) if fitting else None
+        if length is not None:
+            words = [
+                "pretrain",
+                architecture,
+                "--data",
+                "shards",
+                "--max-seq-length",
+                str(length),
+                "--minutes",
+                minutes,
+            ]
+            lines.append(f"{shlex.join([*program(), *words, '--output-dir', f'run-{architecture}'])}  # {purpose}")
     return lines
 
 
 def limited_length(preset: str, row_length: int) -> int:
-    """Return the row length, or the number of the preset's positions if that is smaller."""
-    return min(row_length, PRESETS[preset].max_length or row_length)
+    """Return the row length, at most the longest to advise and the number of the preset's positions."""
+    return min(row_length, MAX_ROW_TOKENS, get_preset(preset).max_length or row_length)
 
 
 def accepted_length(preset: str, tokenizer: Tokenizer, row_length: int) -> int | None:
@@ -104,7 +109,7 @@ def accepted_length(preset: str, tokenizer: Tokenizer, row_length: int) -> int |
 def can_pretrain(preset: str, tokenizer: Tokenizer, row_length: int) -> bool:
     """Whether the recipe of a preset accepts the row length, and its objective the tokenizer's special tokens."""
     try:
-        recipe = update_recipe(pretraining_recipe(PRESETS[preset]), {"max_seq_length": row_length})
+        recipe = update_recipe(pretraining_recipe(get_preset(preset)), {"max_seq_length": row_length})
         recipe.check()
         recipe.objective.check(tokenizer.vocab, recipe.objective.source_length(row_length))
     except UserError:

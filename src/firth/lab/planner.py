@@ -31,7 +31,7 @@ from firth.core.files import format_bytes
 from firth.lab.expected_loss import ExpectedLoss, read_loss_table
 from firth.lab.plan_text import TextFacts
 from firth.models import ModelConfig, count_parameters, flops_per_token
-from firth.models.presets import shaped_model
+from firth.models.presets import SHAPE_LADDER, shaped_model
 from firth.objectives.registry import describe_objective
 from firth.recipes import choose_batch, scale_rate_to_batch
 from firth.tokens import ShardSet
@@ -53,18 +53,6 @@ from firth.train.replan import affordable_steps, limit_evaluations
 from firth.train.resources import available_memory, estimate_resources, measure_flops
 from firth.train.step import train_step
 
-# Layers and width of the models to choose from; each has three to four times the parameters of the one before.
-SHAPE_LADDER = (
-    (2, 64),
-    (3, 128),
-    (4, 256),
-    (6, 384),
-    (8, 512),
-    (12, 768),
-    (16, 1024),
-    (24, 1536),
-    (24, 2048),
-)
 SAME_LOSS_TOLERANCE = 0.01  # relative difference below which the smaller model is taken
 # Parameters per token of text: GPT-BERT of 119M learns well from 14M tokens (Charpentier & Samuel 2024).
 MAX_PARAMETERS_PER_TOKEN = 10
@@ -140,6 +128,7 @@ class PlannedRun:
             "optim": recipe.optim,
             "objective": describe_objective(recipe.objective)["name"] or type(recipe.objective).__name__,
             "mask_rate": getattr(recipe.objective, "rate", None),
+            "mask_rate_end": getattr(recipe.objective, "rate_end", None),
             "steps": self.steps,
             "passes": self.passes,
             "tokens_read": self.tokens_read,
@@ -179,7 +168,7 @@ class RunPlan:
         facts = run.to_dict()
         about = "about " if text.is_estimated else ""
         warmup = f"{recipe.warmup_steps:,} steps" if recipe.warmup_steps >= 0 else "10%"
-        rate = f", mask rate {facts['mask_rate']:.0%}" if facts["mask_rate"] else ""
+        rate = f", {format_mask_rate(facts)}" if facts["mask_rate"] else ""
         others = [
             f"{word} {other.name}: {other.loss:.2f}"
             for word, other in (("smaller", self.smaller), ("larger", self.larger))
@@ -523,6 +512,15 @@ def choose_save_steps(steps: int, step_seconds: float) -> int:
     (100, 3000, 1)
     """
     return max(1, min(math.ceil(steps / SAVES_PER_RUN), round(SAVE_SECONDS / step_seconds)))
+
+
+def format_mask_rate(run: Mapping[str, Any]) -> str:
+    """
+    >>> format_mask_rate({"mask_rate": 0.3, "mask_rate_end": 0.15}), format_mask_rate({"mask_rate": 0.15})
+    ('mask rate 30% to 15%', 'mask rate 15%')
+    """
+    end = run.get("mask_rate_end")
+    return f"mask rate {run['mask_rate']:.0%}" + (f" to {end:.0%}" if end is not None else "")
 
 
 def name_device(recipe: Recipe) -> str:

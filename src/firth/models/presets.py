@@ -614,6 +614,18 @@ ARCHITECTURE_FAMILIES: dict[str, Callable[..., ModelConfig]] = {
     "decoder": llama,
     "encoder-decoder": t5_v1_1,
 }
+# Layers and width of the models to choose from; each has three to four times the parameters of the one before.
+SHAPE_LADDER = (
+    (2, 64),
+    (3, 128),
+    (4, 256),
+    (6, 384),
+    (8, 512),
+    (12, 768),
+    (16, 1024),
+    (24, 1536),
+    (24, 2048),
+)
 SHAPE_PATTERN = re.compile(rf"({'|'.join(ARCHITECTURE_FAMILIES)})-([1-9]\d*)x([1-9]\d*)")
 HEAD_DIM = 64  # width of a head, as in BERT, GPT-2 and ModernBERT
 MLP_RATIO = 2.625  # of a gated MLP: 8 layers of 512 with 1,344 were measured (docs/results.md)
