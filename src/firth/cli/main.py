@@ -647,7 +647,11 @@ def models(json: bool) -> None:
     from firth import api
 
     presets = api.models()
-    render.print_json({"models": presets}) if json else render.print_models(presets)
+    if json:
+        render.print_json({"models": presets})
+    else:
+        render.print_models(presets)
+        say("encoder, decoder and encoder-decoder get their size from `firth plan`; encoder-8x512 has 8 layers of 512.")
 
 
 def show_version(value: bool) -> None:
