@@ -152,6 +152,16 @@ def test_a_stream_that_takes_too_long_ends_with_an_error(connect: Any) -> None:
     assert '"timeout_error"' in text.split("\n\n")[-3]
 
 
+@pytest.mark.parametrize(
+    "extreme", [{"temperature": 1e-320}, {"repetition_penalty": 0.01}, {"repetition_penalty": 100}]
+)
+def test_extreme_settings_give_a_text(client: Any, extreme: dict[str, float]) -> None:
+    for model in ("gpt2", "t5"):
+        body = {"model": model, "prompt": "a cat", "top_p": 0.5, **extreme}
+        assert client.post("/v1/completions", json=body).status_code == 200
+    error_of(client.post("/v1/completions", json={**body, "repetition_penalty": 5e-324}), 400)
+
+
 def test_an_unexpected_failure_tells_nothing(connect: Any, capsys: pytest.CaptureFixture[str]) -> None:
     with connect("bert") as (client, server):
         model = server.models["bert"]

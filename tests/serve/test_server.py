@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -14,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from serve.test_batching import ENDLESS
 
 from firth.cli.main import app
 from firth.core.errors import UserError
@@ -83,9 +86,25 @@ def test_openais_client_and_a_stop_while_a_text_is_streamed(folders: dict[str, P
         assert process.stderr.read().splitlines()[-1] == "stopped"
 
 
+def cpu_seconds(pid: int) -> float:
+    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+
+
 @pytest.mark.slow
-def test_ctrl_c_ends_an_idle_server_at_once(folders: dict[str, Path]) -> None:
-    with running(folders["bert"]) as (process, _):
+def test_a_killed_client_leaves_an_idle_server_that_ctrl_c_ends(folders: dict[str, Path]) -> None:
+    with running(folders["t5"]) as (process, address):
+        body = json.dumps({**ENDLESS, "stream": True, "temperature": 1.0}).encode()
+        head = "POST /generate HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
+        head += f"Content-Length: {len(body)}\r\n\r\n"
+        host, port = address.removeprefix("http://").split(":")
+        with socket.create_connection((host, int(port))) as client:
+            client.sendall(head.encode() + body)
+            assert client.recv(100).startswith(b"HTTP/1.1 200")
+        time.sleep(1)
+        before_s = cpu_seconds(process.pid)
+        time.sleep(1)
+        assert cpu_seconds(process.pid) - before_s < 0.2, "nothing is computed any more"
         process.send_signal(signal.SIGINT)
         assert process.wait(10) == 0
 

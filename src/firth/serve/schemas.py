@@ -28,6 +28,14 @@ GENERATION_FIELDS = (
 )
 
 
+# Beyond these, scores leave the range of float32.
+BOUNDS: dict[str, Any] = {
+    "temperature": {"ge": 0, "le": 100},
+    "repetition_penalty": {"ge": 0.01, "le": 100},
+    "length_penalty": {"ge": -100, "le": 100},
+}
+
+
 class Request(BaseModel):
     model_config = ConfigDict(extra="forbid", protected_namespaces=())
 
@@ -57,7 +65,7 @@ class SamplingFields(Request):
 
     model: Text
     temperature: Number | None = Field(
-        default=None, ge=0, le=100, description="0 takes the likeliest token. Default: 1."
+        default=None, description="0 takes the likeliest token. Default: 1.", **BOUNDS["temperature"]
     )
     top_p: Number | None = Field(default=None, gt=0, le=1)
     n: Int | None = Field(default=None, ge=1, le=MAX_CHOICES)
@@ -70,7 +78,7 @@ class SamplingFields(Request):
     user: str | None = Field(default=None, description="Ignored.")
     top_k: Int | None = Field(default=None, ge=0, le=2**31)
     min_p: Number | None = Field(default=None, ge=0, le=1)
-    repetition_penalty: Number | None = Field(default=None, gt=0, le=100)
+    repetition_penalty: Number | None = Field(default=None, **BOUNDS["repetition_penalty"])
     no_repeat_ngram_size: Int | None = Field(default=None, ge=0, le=1000)
     min_new_tokens: Int | None = Field(default=None, ge=0, le=MAX_NEW_TOKENS)
 
@@ -248,7 +256,11 @@ def generation_fields() -> dict[str, Any]:
     return {
         name: (
             (special.get(name) or kinds[hints[name]]) | None,
-            Field(default=None, description=f"{by_name[name].metadata['help']} Default: {shown}."),
+            Field(
+                default=None,
+                description=f"{by_name[name].metadata['help']} Default: {shown}.",
+                **BOUNDS.get(name, {}),
+            ),
         )
         for name in GENERATION_FIELDS
         for shown in [by_name[name].metadata["default"]]

@@ -40,6 +40,8 @@ from firth.train import TrainingConfig, choose_compute
 
 RUN_FOLDERS = re.compile(r"final|checkpoint-\d+|seed-\d+")  # say nothing about a model: its run's folder does
 MAX_SEED = 2**31
+SAMPLING_FIELDS = ("temperature", "top_k", "top_p", "min_p")
+MIN_TEMPERATURE = 1e-6  # below it the likeliest token is certain, and logits / temperature may overflow
 
 
 class Choice:
@@ -174,6 +176,8 @@ class ServedModel:
         for ids in prompts:
             if not isinstance(ids, str) and not (ids and all(0 <= i < vocab_size for i in ids)):
                 raise ApiError(400, f"Token ids must be from 0 to {vocab_size - 1}.", "invalid_value", "prompt")
+        if 0 < settings.get("temperature", 0) < MIN_TEMPERATURE:
+            settings = {name: value for name, value in settings.items() if name not in SAMPLING_FIELDS}
         config = GenerationConfig(**{"max_new_tokens": default_new_tokens, **settings, "seed": 0})
         texts = make_prompt_texts(self.model, prompts, config)
         longest = max(len(text.input_ids) for text in texts)
