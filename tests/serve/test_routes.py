@@ -114,6 +114,29 @@ def test_chat_answers_in_the_template(client: Any, folders: dict[str, Path]) -> 
     )
 
 
+def test_an_answer_follows_a_schema(client: Any) -> None:
+    schema = {"type": "object", "properties": {"cat": {"enum": ["red", "blue"]}}, "required": ["cat"]}
+    schema["additionalProperties"] = False
+    body = {"model": "gpt2", "messages": [{"role": "user", "content": "a cat"}], "max_tokens": 40, "seed": 1}
+    named = {"type": "json_schema", "json_schema": {"name": "cat", "schema": schema, "strict": True}}
+    for stream in (False, True):
+        answer = client.post("/v1/chat/completions", json={**body, "response_format": named, "stream": stream})
+        assert answer.status_code == 200, answer.text
+        if stream:
+            text = "".join(c["choices"][0]["delta"].get("content", "") for c in read_events(answer.text))
+        else:
+            text = answer.json()["choices"][0]["message"]["content"]
+        assert json.loads(text)["cat"] in ("red", "blue")
+    found = ask(client, "/generate", model="gpt2", prompt="a cat", json_schema=schema, max_new_tokens=40)["results"][0]
+    assert found["complete"]
+    assert found["value"] == json.loads(found["new"])
+    cut = {**body, "max_tokens": 2, "response_format": {"type": "json_object"}}
+    assert ask(client, "/v1/chat/completions", **cut)["choices"][0]["finish_reason"] == "length"
+    found = ask(client, "/generate", model="t5", prompt="a cat", choices=["yes", "no"], temperature=1.0)
+    assert found["results"][0]["new"] in ("yes", "no")
+    assert ask(client, "/generate", model="gpt2", prompt="a", regex="[ab]{3}")["results"][0]["new"].strip("ab") == ""
+
+
 def test_embeddings_are_firths_own(client: Any, folders: dict[str, Path]) -> None:
     texts = ["the cat", "a small river lives near the garden"]
     found = ask(client, "/v1/embeddings", model="bert", input=texts)

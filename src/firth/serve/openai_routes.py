@@ -69,6 +69,7 @@ def add_openai_routes(app: FastAPI, server: ModelServer) -> None:
         model = server.find(body.model, lambda _: True)
         messages = [read_message(message) for message in body.messages]
         settings = sampling_settings(body, body.max_completion_tokens or body.max_tokens)
+        settings |= structure_settings(body.response_format)
 
         def make_job() -> Job:
             if not model.has_chat_template:
@@ -129,6 +130,13 @@ def sampling_settings(body: schemas.SamplingFields, max_tokens: int | None) -> d
     stop = [body.stop] if isinstance(body.stop, str) else body.stop or []
     tokens = {} if max_tokens is None else {"max_new_tokens": max_tokens}
     return {**given, **tokens, "temperature": temperature, "num_return_sequences": body.n or 1, "stop": tuple(stop)}
+
+
+def structure_settings(response_format: Any) -> dict[str, Any]:
+    """Return the field of GenerationConfig that makes the text follow a response format."""
+    if isinstance(response_format, schemas.JsonSchemaFormat):
+        return {"json_schema": response_format.json_schema.json_schema}
+    return {"json_schema": {"type": "object"}} if isinstance(response_format, schemas.JsonObjectFormat) else {}
 
 
 class CompletionWriter:

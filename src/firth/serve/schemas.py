@@ -9,22 +9,33 @@ from __future__ import annotations
 from dataclasses import fields
 from typing import Annotated, Any, Literal, get_type_hints
 
-from pydantic import BaseModel, ConfigDict, Field, Strict, create_model
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, Strict, create_model
 
 from firth.generate.config import GenerationConfig
+
+
+def check_json_schema(schema: dict[str, Any]) -> dict[str, Any]:
+    """Refuse settings of the library that follows the schema."""
+    if "x-guidance" in schema:
+        raise ValueError("x-guidance is not allowed in a request")
+    return schema
+
 
 Int = Annotated[int, Strict()]
 Number = Annotated[float, Strict(), Field(allow_inf_nan=False)]
 Flag = Annotated[bool, Strict()]
 Seed = Annotated[int, Strict(), Field(ge=-(2**53), le=2**53)]  # exact in every JSON reader
 Text = Annotated[str, Field(min_length=1)]
+Regex = Annotated[str, Field(min_length=1, max_length=10_000)]
+JsonSchema = Annotated[dict[str, Any], AfterValidator(check_json_schema)]
 StopStrings = Text | Annotated[list[Text], Field(max_length=16)]
 
 MAX_CHOICES, MAX_TEXTS, MAX_GUESSES, MAX_NEW_TOKENS = 128, 2048, 1000, 2**20
-# Fields of GenerationConfig that a request may set. None of them names a file.
+# Fields of GenerationConfig that a request may set. None names a file: a schema is an object, choices are a list.
 GENERATION_FIELDS = (
     *("max_new_tokens", "min_new_tokens", "temperature", "top_k", "top_p", "min_p", "repetition_penalty"),
     *("no_repeat_ngram_size", "num_beams", "length_penalty", "early_stopping", "num_return_sequences", "stop", "seed"),
+    *("json_schema", "regex", "choices"),
 )
 
 
@@ -65,7 +76,7 @@ class SamplingFields(Request):
 
     model: Text
     temperature: Number | None = Field(
-        default=None, description="0 takes the likeliest token. Default: 1.", **BOUNDS["temperature"]
+        default=None, ge=0, le=100, description="0 takes the likeliest token. Default: 1."
     )
     top_p: Number | None = Field(default=None, gt=0, le=1)
     n: Int | None = Field(default=None, ge=1, le=MAX_CHOICES)
@@ -78,7 +89,7 @@ class SamplingFields(Request):
     user: str | None = Field(default=None, description="Ignored.")
     top_k: Int | None = Field(default=None, ge=0, le=2**31)
     min_p: Number | None = Field(default=None, ge=0, le=1)
-    repetition_penalty: Number | None = Field(default=None, **BOUNDS["repetition_penalty"])
+    repetition_penalty: Number | None = Field(default=None, ge=0.01, le=100)
     no_repeat_ngram_size: Int | None = Field(default=None, ge=0, le=1000)
     min_new_tokens: Int | None = Field(default=None, ge=0, le=MAX_NEW_TOKENS)
 
@@ -116,6 +127,26 @@ class TextFormat(Request):
     type: Literal["text"]
 
 
+class JsonObjectFormat(Request):
+    """Any JSON object."""
+
+    type: Literal["json_object"]
+
+
+class NamedSchema(Request):
+    name: str = Field(description="Ignored.")
+    description: str | None = Field(default=None, description="Ignored.")
+    json_schema: JsonSchema = Field(alias="schema")
+    strict: Flag | None = Field(default=None, description="Ignored: the text always follows the schema.")
+
+
+class JsonSchemaFormat(Request):
+    """JSON that a JSON schema allows."""
+
+    type: Literal["json_schema"]
+    json_schema: NamedSchema
+
+
 class ChatRequest(SamplingFields):
     messages: list[Message] = Field(min_length=1, max_length=1000)
     max_tokens: Int | None = Field(default=None, ge=1, le=MAX_NEW_TOKENS)
@@ -124,7 +155,7 @@ class ChatRequest(SamplingFields):
     )
     logprobs: Flag | None = Field(default=None, description="Return the log-probabilities of the chosen tokens.")
     top_logprobs: Int | None = Field(default=None, ge=0, le=0, description="Not supported: 0 only.")
-    response_format: TextFormat | None = None
+    response_format: TextFormat | JsonObjectFormat | JsonSchemaFormat | None = Field(default=None, discriminator="type")
 
 
 class Usage(Answer):
@@ -252,13 +283,14 @@ def generation_fields() -> dict[str, Any]:
     """Return the fields of GenerationConfig that a request may set, with their help texts; None keeps the default."""
     hints, kinds = get_type_hints(GenerationConfig), {int: Int, float: Number, bool: Flag}
     by_name = {f.name: f for f in fields(GenerationConfig)}
-    special: dict[str, Any] = {"stop": StopStrings, "seed": Seed}
+    special: dict[str, Any] = {"stop": StopStrings, "seed": Seed, "json_schema": JsonSchema, "regex": Regex}
+    special["choices"] = Annotated[list[Text], Field(min_length=1, max_length=1000)]
     return {
         name: (
             (special.get(name) or kinds[hints[name]]) | None,
             Field(
                 default=None,
-                description=f"{by_name[name].metadata['help']} Default: {shown}.",
+                description=by_name[name].metadata["help"] + (f" Default: {shown}." if shown != "None" else ""),
                 **BOUNDS.get(name, {}),
             ),
         )
@@ -287,6 +319,8 @@ class GeneratedText(Answer):
     logprobs: list[float]
     score: float
     finished: bool
+    complete: bool | None = Field(default=None, description="With a schema, regex or choices: false if it was cut.")
+    value: Any = Field(default=None, description="With a schema: the JSON value.")
 
 
 class GenerateAnswer(Answer):

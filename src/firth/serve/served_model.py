@@ -49,7 +49,9 @@ class Choice:
 
     def __init__(self, prompt: PromptText, sequence: GeneratedSequence) -> None:
         self.new, self.full = prompt.new_text(sequence.tokens), prompt.full_text(sequence.tokens)
-        self.sequence, self.finish_reason = sequence, "stop" if sequence.finished else "length"
+        self.sequence, self.facts = sequence, prompt.constraint_facts(sequence.tokens)  # `complete` and `value`
+        is_whole = sequence.finished and self.facts.get("complete", True)
+        self.finish_reason = "stop" if is_whole else "length"
 
 
 @dataclass(frozen=True)

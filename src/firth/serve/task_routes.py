@@ -63,6 +63,7 @@ def add_task_routes(app: FastAPI, server: ModelServer) -> None:
                 "logprobs": choice.sequence.logprobs,
                 "score": choice.sequence.score,
                 "finished": choice.sequence.finished,
+                **choice.facts,
             }
             for i, choice in enumerate(choices)
         ]
