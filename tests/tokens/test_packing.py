@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import os
+import shutil
+import subprocess
+import sys
 from itertools import pairwise
 
 import numpy as np
@@ -126,6 +130,18 @@ def test_a_damaged_packing_is_computed_again(shards: FakeShards) -> None:
     for _ in range(2):
         assert np.array_equal(PackedDataset(shards, 32, BERT, PAD, seed=0).packing.piece_start, fresh.piece_start)
     assert (folder / "piece_start.npy").stat().st_size > 0
+
+
+def test_what_a_killed_process_left_of_a_packing_is_removed(shards: FakeShards) -> None:
+    PackedDataset(shards, 32, BERT, PAD, seed=0)
+    (folder,) = shards.folder.iterdir()
+    with subprocess.Popen([sys.executable, "-c", "0"]) as ended:
+        pass
+    shutil.rmtree(folder)
+    for name in (f".{folder.name}.{ended.pid}.tmp", f"{folder.name}.{ended.pid}", f".{folder.name}.{os.getppid()}.tmp"):
+        (shards.folder / name).mkdir()
+    PackedDataset(shards, 32, BERT, PAD, seed=0)
+    assert {p.name for p in shards.folder.iterdir()} == {folder.name, f".{folder.name}.{os.getppid()}.tmp"}
 
 
 def test_shards_that_cannot_be_written_are_fine(

@@ -20,8 +20,10 @@ A memory-mapped file that another program cuts must not be read behind its new e
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import os
+import re
 import shutil
 import time
 from collections.abc import Callable, Collection, Iterable
@@ -45,6 +47,7 @@ from firth.core.files import (
     read_json,
     read_manifest,
     read_object,
+    remove_path,
     write_json,
     write_npy,
 )
@@ -398,3 +401,20 @@ def save_arrays(arrays: NamedTuple, folder: Path) -> None:
         shutil.rmtree(own_folder)
         if not folder.is_dir():
             raise
+    remove_leftovers(folder)
+
+
+def remove_leftovers(folder: Path) -> None:
+    """Remove the folders that processes left which were killed while they wrote these arrays."""
+    for path in folder.parent.glob(f"*{folder.name}.*"):
+        process = re.fullmatch(rf"\.?{re.escape(folder.name)}\.(\d+)(\.tmp)?", path.name)
+        if process and not is_running(int(process[1])):
+            remove_path(path)
+
+
+def is_running(process_id: int) -> bool:
+    try:
+        os.kill(process_id, 0)
+    except OSError as e:
+        return e.errno == errno.EPERM  # another user's process
+    return True
