@@ -19,7 +19,7 @@ from firth.core.errors import UserError
 from firth.core.files import write_text
 from firth.core.html import generator_meta_tag, resolve_page_path
 from firth.lab import show_text
-from firth.lab.show import BatchPreview, build_batch_preview, format_objective, measure_rates
+from firth.lab.show import BatchPreview, build_batch_preview, first_rows_and_batch, format_objective, measure_rates
 from firth.lab.show_page import make_show_page, mask_svg_path, text_direction
 from firth.lab.show_row import (
     AttentionMaskView,
@@ -593,6 +593,20 @@ def test_every_objective_is_shown_as_training_makes_it(name: str, shards: dict[s
     page = Path(result["page"]).read_text(encoding="utf-8")
     assert page.count("<svg") >= 6
     assert page.count('<div class="strip">') >= 6
+
+
+@pytest.mark.parametrize("name", ["mlm", "nsp", "span-corruption", "permutation-lm", "masked-next-token"])
+def test_of_a_large_batch_only_the_rows_that_are_shown_are_made(name: str, shards: dict[str, Path]) -> None:
+    model, kind = FITS_BETTER.get(name) or FITS[OBJECTIVES[name].architectures[0]]
+    changes = {"max_seq_length": 64, "per_device_train_batch_size": 8, "gradient_accumulation_steps": 2}
+    recipe = apply_overrides(pretraining_recipe(PRESETS[model], objective=OBJECTIVES[name]), changes)
+    prepared = open_shards(shards[kind])
+    source = make_row_dataset(recipe, prepared, held_out=False)
+    whole = make_pretrain_batch_fn(recipe, source, prepared.tokenizer)(0)[0]
+    _, shown = first_rows_and_batch(recipe, source, prepared.tokenizer, 3)
+    for field, x in shown._asdict().items():
+        assert (x is None) == (getattr(whole, field) is None), field
+        assert x is None or np.array_equal(x, getattr(whole, field)[:3]), field
 
 
 CLOSE = {

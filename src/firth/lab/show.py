@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import count, takewhile
 from typing import Any
 
@@ -131,6 +131,10 @@ def first_rows_and_batch(
     recipe: Recipe, dataset: RowDataset, tokenizer: Tokenizer, num_rows: int
 ) -> tuple[Rows, Batch]:
     """Return the first rows of a run before noise, and the batches of its first steps, concatenated."""
+    if (
+        recipe.global_batch_size > num_rows and not recipe.batch_ramp and not recipe.length_ramp
+    ):  # the rest is not shown
+        recipe = replace(recipe, per_device_train_batch_size=num_rows, gradient_accumulation_steps=1, processes=1)
     batches = make_pretrain_batch_fn(recipe, dataset, tokenizer)
     steps = takewhile(lambda step: step * recipe.global_batch_size < num_rows, count())
     micro_batches = [batch for step in steps for batch in batches(step)]
