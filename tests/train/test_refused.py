@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import importlib
 import json
 import math
@@ -203,3 +204,8 @@ def test_a_wrong_path_is_not_reported_as_a_full_disk(
         pretrain(recipe)
     assert not getattr(wrong.value, "__notes__", [])
     assert not Path(recipe.output_dir).exists()
+
+
+def test_a_path_in_a_message_is_cut(capsys: pytest.CaptureFixture[str]) -> None:
+    assert report_error(OSError(errno.ENAMETOOLONG, "File name too long", "x" * 100_000)) == 2
+    assert len(capsys.readouterr().err) < 1000
