@@ -17,6 +17,7 @@ import pytest
 import torch
 import transformers
 from safetensors.torch import load_file, save_file
+from tasks.small import model_for
 from tasks.small import parts as small_parts
 
 from firth.core.errors import UserError
@@ -24,7 +25,9 @@ from firth.core.files import find_corruption, replace_nonfinite
 from firth.evaluate import evaluate
 from firth.metrics import compute_metrics
 from firth.models import AuxiliaryLM, ClassificationHead, Model, load_model, make_model, read_config
+from firth.models.config import LMHead
 from firth.models.presets import t5_v1_1
+from firth.objectives import Batch
 from firth.tasks import (
     FINETUNE_TASKS,
     FinetuneRecipe,
@@ -40,10 +43,12 @@ from firth.tasks.finetune import (
     FinetuneData,
     build_seed_model,
     encode_finetune_data,
+    is_seed_finished,
     sample_stratified,
     select_train_examples,
     warn_about_overlap,
 )
+from firth.tasks.head_task import HeadTask
 from firth.tasks.results import (
     chance_score,
     check_baseline,
@@ -1091,11 +1096,45 @@ def test_labels_missing_from_dev_are_reported(
         ({"lora_rank": 2, "freeze": "backbone"}, "LoRA freezes all weights itself"),
         ({"unfreeze_every": 5, "freeze": "backbone"}, "choose one"),
         ({"num_train_epochs": -1.0, "max_steps": 0}, "num_train_epochs must be more than 0"),
+        ({"num_train_epochs": 1e308}, r"num_train_epochs is 1e\+308; the limit is 1,000,000"),
     ],
 )
 def test_contradicting_options_raise(fields: dict[str, Any], message: str) -> None:
     with pytest.raises(UserError, match=message):
         FinetuneRecipe(**fields).check()
+
+
+def test_training_rows_keep_their_length_while_a_model_predicts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A thread makes the next training batch while dev examples are predicted in shorter rows."""
+    config, tokenizer = small_parts("bert")
+    task = make_task("classify", {"labels": ["x", "y"], "max_seq_length": 32, "answer": "head"}, tokenizer, config)
+    items = task.encode([Example(i, ("a big cat",), "x") for i in range(6)])
+    model, before, meanwhile = model_for(task, config), task.collate(items), list[Batch]()
+    logits = model.logits
+    monkeypatch.setattr(model, "logits", lambda batch: meanwhile.append(task.collate(items)) or logits(batch))
+    task.predict(model, items, CPU, 8)
+    assert np.array_equal(meanwhile[0].input_ids, before.input_ids)
+
+
+@pytest.mark.parametrize("change", [{"head": LMHead()}, {"head": ClassificationHead(("x",))}])
+def test_a_checkpoint_with_the_head_of_another_task_is_refused(change: dict[str, Any]) -> None:
+    config, tokenizer = small_parts("bert")
+    task = make_task("classify", {"labels": ["x", "y"], "max_seq_length": 32, "answer": "head"}, tokenizer, config)
+    assert isinstance(task, HeadTask)
+    task.check_head(task.configure_model(config), "c")
+    with pytest.raises(UserError, match=r"c: task.json and config.json do not belong together, .* with 2 labels"):
+        task.check_head(replace(config, **change), "c")
+
+
+@pytest.mark.parametrize("lost", ["", "scores", "steps", "seconds", "examples_per_second"])
+def test_results_of_a_seed_without_one_of_their_keys_are_computed_again(
+    lost: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(is_seed_finished.__globals__, "find_corruption", lambda folder: None)
+    results = {"scores": {"accuracy": 1.0}, "steps": 2, "seconds": 0.5, "examples_per_second": None}
+    results.pop(lost, None)
+    (tmp_path / "results.json").write_text(json.dumps(results))
+    assert is_seed_finished(tmp_path) == (not lost)
 
 
 def test_only_gpt_models_language_beside_its_task_unless_asked() -> None:

@@ -37,6 +37,7 @@ from firth.metrics import compute_metrics
 from firth.models import load_model, read_config
 from firth.static.ngram import is_ngram
 from firth.tasks import FINETUNE_TASKS, Prediction, format_predictions, make_task, make_task_without_examples
+from firth.tasks.head_task import HeadTask
 from firth.tasks.recipe import read_task_file
 from firth.tasks.span_qa import SpanQATask
 from firth.text import Corpus, Example, RowNotes, read_labelled
@@ -254,6 +255,8 @@ def evaluate_finetuned(
     if model.tokenizer is None:
         raise UserError(f"{checkpoint} has no tokenizer.")
     head_task = make_task(task, task_metadata, model.tokenizer, model.config)
+    if isinstance(head_task, HeadTask):
+        head_task.check_head(model.config, str(checkpoint))
     compute = choose_compute(TrainingConfig())
     model.to(compute.device)
     details: dict[str, Any] = {"labels": list(head_task.labels)} if head_task.labels else {}

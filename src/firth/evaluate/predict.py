@@ -36,6 +36,7 @@ from firth.models.config import (
 )
 from firth.tasks import Prediction, make_task
 from firth.tasks.classify import ClassificationTask
+from firth.tasks.head_task import HeadTask
 from firth.tasks.prompts import encode_task_prompts
 from firth.tasks.recipe import read_task_file
 from firth.tasks.regress import RegressionTask
@@ -69,6 +70,8 @@ class Predictor:
         if model.tokenizer is None:
             raise UserError(f"{name} has no tokenizer.")
         self.task = make_task(self.facts["task"], self.facts, model.tokenizer, model.config)
+        if isinstance(self.task, HeadTask):
+            self.task.check_head(model.config, name)
         self.reader = InputReader(self.task.name, *self.text_counts())
         self.compute = choose_compute(TrainingConfig(compile=False))  # a few batches do not repay a compilation
         self.model, self.batch_size, self.num_windowed_texts = model.to(self.compute.device), batch_size, 0

@@ -632,11 +632,26 @@ def check_example_checksums(recipe: FinetuneRecipe, data: FinetuneData, allow_ch
 
 @dataclass(frozen=True)
 class SeedResults:
-    """The key of a seed's results.json that is read again."""
+    """The keys of a seed's results.json that are read again."""
 
     allow_unknown_keys = True
 
     scores: dict[str, float | None]
+    steps: int
+    seconds: float
+    examples_per_second: float | None
+    best_step: int | None = None
+
+
+@dataclass(frozen=True)
+class DivergedResults:
+    """results.json of a seed whose loss diverged."""
+
+    allow_unknown_keys = True
+
+    diverged: str
+    steps: int
+    seconds: float
 
 
 def is_seed_finished(seed_folder: Path) -> bool:
@@ -650,7 +665,7 @@ def is_seed_finished(seed_folder: Path) -> bool:
 def has_seed_diverged(seed_folder: Path) -> bool:
     """Whether a seed ended because its loss diverged."""
     try:
-        return DIVERGED_KEY in read_object(seed_folder / "results.json")
+        return DIVERGED_KEY in read_object(seed_folder / "results.json", DivergedResults)
     except UserError:
         return False
 
@@ -716,7 +731,8 @@ def train_seed(job: FinetuneJob, seed: int, resume: bool) -> dict[str, Any]:
     if resume and is_seed_finished(seed_folder):
         results = read_object(seed_folder / "results.json", SeedResults)
         scores = {name: math.nan if score is None else score for name, score in results["scores"].items()}
-        return results | {"scores": scores}
+        speed = results["examples_per_second"]
+        return results | {"scores": scores, "examples_per_second": math.nan if speed is None else speed}
     seed_folder.mkdir(exist_ok=True)
     recipe = replace(job.recipe, seed=job.recipe.seed + seed)
     items = [job.train_items[i] for i in job.train_indices[seed]]

@@ -130,6 +130,16 @@ class HeadTask:
             return replace(config, head=head, extras=(AuxiliaryLM(head=lm_head),))
         return replace(config, head=head, extras=())
 
+    def check_head(self, config: ModelConfig, checkpoint: str) -> None:
+        """Raise a UserError if the head of a checkpoint is not this task's: one of its files is damaged."""
+        heads = (config.head, self.head_config(config))
+        kinds = [(type(head), len(getattr(head, "names", ()))) for head in heads]
+        if kinds[0] != kinds[1]:
+            raise UserError(
+                f"{checkpoint}: task.json and config.json do not belong together, since the model has no head for the "
+                f"task {self.name}" + (f" with {len(self.labels):,} labels." if self.labels else ".")
+            )
+
     def templated_tokenizer(self) -> Tokenizer:
         return with_template(self.tokenizer, self.template.sequence_template)
 

@@ -26,6 +26,7 @@ from firth.tokens import MixConfig
 RecipeT = TypeVar("RecipeT")  # a recipe: a dataclass of plain values
 MAX_ROW_TOKENS = 2**16  # tokens: positions in a row are sorted as uint16
 MAX_STEP_TOKENS = 2**31  # tokens: more is a typing error
+MAX_EPOCHS = 10**6  # the same
 MAX_RUN_MINUTES_OR_EPOCHS = 10**9  # minutes or epochs: more is a typing error
 
 
@@ -311,6 +312,8 @@ class TrainingConfig:
                 "gradient_accumulation_steps out."
             )
         self.check_parallel()
+        if self.num_train_epochs > MAX_EPOCHS:
+            raise UserError(f"num_train_epochs is {self.num_train_epochs:g}; the limit is {MAX_EPOCHS:,}.")
         if not self.max_steps and not self.minutes and self.num_train_epochs <= 0:
             raise UserError("num_train_epochs must be more than 0 unless max_steps or minutes is given.")
 
