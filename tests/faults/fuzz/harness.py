@@ -115,15 +115,19 @@ def snapshot(folder: Path, owned: Sequence[Path]) -> dict[str, str]:
     return found
 
 
-def stat_files(folder: Path) -> dict[str, tuple[int, int, int]]:
-    """Inode, size and time of each file of a folder, without caches: faster than `snapshot`."""
-    found = {}
-    for root, _, files in os.walk(folder):
-        for name in files:
-            path = os.path.join(root, name)
-            if name != VERIFIED_FILE and "rows-" not in path:
-                info = os.lstat(path)
-                found[path] = (info.st_ino, info.st_size, info.st_mtime_ns)
+def list_inputs(folder: Path) -> list[str]:
+    """The files of a folder but for caches, which commands may replace."""
+    paths = [os.path.join(root, name) for root, _, files in os.walk(folder) for name in files]
+    return [path for path in paths if not path.endswith(VERIFIED_FILE) and "rows-" not in path]
+
+
+def stat_files(paths: Sequence[str]) -> dict[str, tuple[int, int, int] | None]:
+    """Inode, size and time of files: faster than their content. None for a file that is gone."""
+    found: dict[str, tuple[int, int, int] | None] = dict.fromkeys(paths)
+    for path in paths:
+        with contextlib.suppress(FileNotFoundError):
+            info = os.lstat(path)
+            found[path] = (info.st_ino, info.st_size, info.st_mtime_ns)
     return found
 
 
@@ -207,10 +211,10 @@ def run_case(case: Case, folder: Path, output_file: Path) -> tuple[str, str, str
     return ("broken" if fault else "refused" if code else "accepted"), fault, output
 
 
-def run_cases(make: MakeCase, seed: str, indices: Sequence[int], work: Path, inputs: Path | None, pipe: int) -> None:
+def run_cases(make: MakeCase, seed: str, indices: Sequence[int], work: Path, inputs: Sequence[str], pipe: int) -> None:
     """Run cases in this process; write one JSON line to the pipe when a case begins and one when it has ended.
 
-    Commands may read the files of the folder `inputs`, and must not change them.
+    Commands may read the files `inputs`, and must not change them.
     """
     import torch
 
@@ -225,10 +229,10 @@ def run_cases(make: MakeCase, seed: str, indices: Sequence[int], work: Path, inp
         remove(folder)
         folder.mkdir(parents=True)
         case = make(random.Random(f"{seed} {index}"), folder)
-        before = stat_files(inputs) if inputs else {}
+        before = stat_files(inputs)
         kind, reason, output = run_case(case, folder, work / "output")
-        after = stat_files(inputs) if inputs else {}
-        if changed := [name for name, info in before.items() if after.get(name) != info]:
+        after = stat_files(inputs)
+        if changed := [name for name, info in before.items() if after[name] != info]:
             kind, reason = "broken", f"loss: {', '.join(changed[:3])}"
         words = " ".join(map(os.fsdecode, case.arguments)).encode(errors="replace").decode()
         told = (words[:1000], output[-2000:]) if kind == "broken" else ()
@@ -315,7 +319,9 @@ def exceeds_time(pid: int, cpu: float, wall: float) -> bool:
     return wall > MAX_SECONDS and all(is_asleep(pid) for _ in range(20) if not time.sleep(0.05))
 
 
-def run_batch(make: MakeCase, seed: str, indices: Sequence[int], work: Path, inputs: Path | None) -> Iterator[Outcome]:
+def run_batch(
+    make: MakeCase, seed: str, indices: Sequence[int], work: Path, inputs: Sequence[str]
+) -> Iterator[Outcome]:
     """Yield the outcomes of cases that run in one child process, up to the first that ends or stops it."""
     reader, writer = os.pipe()
     pid = fork(run_cases, make, seed, indices, work, inputs, writer)
@@ -348,7 +354,7 @@ def run_batch(make: MakeCase, seed: str, indices: Sequence[int], work: Path, inp
 
 
 def run_group(
-    make: MakeCase, seed: str, num_cases: int, work: Path, first: int = 0, inputs: Path | None = None
+    make: MakeCase, seed: str, num_cases: int, work: Path, first: int = 0, inputs: Sequence[str] = ()
 ) -> Iterator[Outcome]:
     """Yield the outcome of each case of a group."""
     left = list(range(first, first + num_cases))
@@ -357,7 +363,7 @@ def run_group(
         for outcome in run_batch(make, seed, batch, work, inputs):
             done += 1
             if outcome.kind == "broken" and len(batch) > 1:
-                outcome = next(run_batch(make, seed, [outcome.index], work, inputs), outcome)
+                outcome = next(run_batch(make, seed, [outcome.index], work / "again", inputs), outcome)
             yield outcome
         assert done, "the child process ended before its first case"
         left = left[done:]

@@ -325,19 +325,25 @@ COLUMNS = ("moment", "write", "compared", "equal")
 
 def format_table(results: Sequence[dict[str, Any]]) -> str:
     """The sum of the results of several processes, and what went wrong."""
-    counts: dict[str, Counter[str]] = {}
+    counts: dict[str, Counter[str]] = {name: Counter() for name in dict.fromkeys(result["job"] for result in results)}
     for result in results:
-        counts.setdefault(result["job"], Counter()).update({**result["counts"], "faults": len(result["faults"])})
+        counts[result["job"]].update({**result["counts"], "faults": len(result["faults"])})
     counts["together"] = sum(counts.values(), Counter())
     rows = [f"| {name} | {' | '.join(f'{c[k]:,}' for k in (*COLUMNS, 'faults'))} |" for name, c in counts.items()]
     return "\n".join([HEAD, *rows, *(fault for result in results for fault in result["faults"]), ""])
 
 
-def run_jobs(options: argparse.Namespace, fixtures: Fixtures, seed: str, work: Path, num_kills: int) -> None:
-    """Kill all jobs by turns, until the count is reached or the time is over; note the result after each turn."""
+def run_jobs(options: argparse.Namespace, fixtures: Fixtures, process: int, seed: str, work: Path) -> None:
+    """Kill jobs by turns, until the count is reached or the time is over; note the result after each turn.
+
+    Of at least as many processes as there are jobs, each takes one: it needs an unbroken run of each of its jobs.
+    """
     work.mkdir()
-    jobs = [Kills(job, work, fixtures) for job in make_jobs(fixtures) if job.name in (options.jobs or [job.name])]
-    goal = -(-num_kills // len(jobs))
+    chosen = [job for job in make_jobs(fixtures) if job.name in (options.jobs or [job.name])]
+    if options.processes >= len(chosen):
+        chosen = [chosen[process % len(chosen)]]
+    jobs = [Kills(job, work, fixtures) for job in chosen]
+    goal = -(-options.kills // options.processes // len(jobs))
     for count in range(MAX_KILLS_PER_RUN, goal + MAX_KILLS_PER_RUN, MAX_KILLS_PER_RUN):
         for kills in jobs:
             if time.monotonic() < options.deadline:
@@ -363,7 +369,7 @@ def main() -> None:
         fixtures = Fixtures(work / "fixtures")
         fixtures.build()
         seeds = [options.seed] if n == 1 else [f"{options.seed}.{i}" for i in range(n)]
-        run_processes(run_jobs, [(options, fixtures, seed, work / seed, -(-options.kills // n)) for seed in seeds])
+        run_processes(run_jobs, [(options, fixtures, i, seed, work / seed) for i, seed in enumerate(seeds)])
         results = [r for path in sorted(work.glob("*/results.json")) for r in json.loads(path.read_text())]
     finally:
         shutil.rmtree(work, ignore_errors=True)

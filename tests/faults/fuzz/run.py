@@ -30,6 +30,7 @@ from faults.fuzz.harness import (  # noqa: E402
     Table,
     build_commands_once,
     fork,
+    list_inputs,
     run_group,
     run_processes,
     temporary_folder,
@@ -46,6 +47,7 @@ class Attack:
     def __init__(self, options: argparse.Namespace, fixtures: Fixtures, seed: str, work: Path, began: float) -> None:
         self.options, self.fixtures, self.seed, self.work, self.began = options, fixtures, seed, work, began
         self.output_dir: Path | None = options.output_dir
+        self.inputs = list_inputs(fixtures.folder)
         self.table = Table()
 
     def run(self, num_cases: int) -> None:
@@ -67,7 +69,7 @@ class Attack:
 
     def run_group(self, name: str, make: MakeCase, start: int, num_cases: int) -> None:
         folder, seed = self.work / f"cases-{self.seed}", f"{self.seed} {name}"
-        for outcome in run_group(make, seed, num_cases, folder, self.options.first + start, self.fixtures.folder):
+        for outcome in run_group(make, seed, num_cases, folder, self.options.first + start, self.inputs):
             self.table.add(name, outcome)
             if outcome.kind == "broken" and self.output_dir:
                 self.keep(name, make, outcome)

@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 from faults.fuzz.fixtures import Fixtures
 from faults.fuzz.groups import GROUPS
-from faults.fuzz.harness import Case, Table, run_group, temporary_folder
+from faults.fuzz.harness import Case, Table, list_inputs, run_group, temporary_folder
 from faults.fuzz.kills import Kills, make_jobs, use_small_chunks
 from faults.fuzz.mutators import RAW, dump_json, mutate_bytes, mutate_value
 
@@ -44,7 +44,7 @@ def fixtures(work: Path) -> Fixtures:
 def attack(group: str, fixtures: Fixtures, work: Path, seed: str, num_cases: int) -> Table:
     table = Table()
     for outcome in run_group(
-        GROUPS[group](fixtures), f"{seed} {group}", num_cases, work / "cases", inputs=fixtures.folder
+        GROUPS[group](fixtures), f"{seed} {group}", num_cases, work / "cases", inputs=list_inputs(fixtures.folder)
     ):
         table.add(group, outcome)
     return table
