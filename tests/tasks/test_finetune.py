@@ -17,7 +17,6 @@ import pytest
 import torch
 import transformers
 from safetensors.torch import load_file, save_file
-from tasks.small import model_for
 from tasks.small import parts as small_parts
 
 from firth.core.errors import UserError
@@ -27,7 +26,6 @@ from firth.metrics import compute_metrics
 from firth.models import AuxiliaryLM, ClassificationHead, Model, load_model, make_model, read_config
 from firth.models.config import LMHead
 from firth.models.presets import t5_v1_1
-from firth.objectives import Batch
 from firth.tasks import (
     FINETUNE_TASKS,
     FinetuneRecipe,
@@ -1102,18 +1100,6 @@ def test_labels_missing_from_dev_are_reported(
 def test_contradicting_options_raise(fields: dict[str, Any], message: str) -> None:
     with pytest.raises(UserError, match=message):
         FinetuneRecipe(**fields).check()
-
-
-def test_training_rows_keep_their_length_while_a_model_predicts(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A thread makes the next training batch while dev examples are predicted in shorter rows."""
-    config, tokenizer = small_parts("bert")
-    task = make_task("classify", {"labels": ["x", "y"], "max_seq_length": 32, "answer": "head"}, tokenizer, config)
-    items = task.encode([Example(i, ("a big cat",), "x") for i in range(6)])
-    model, before, meanwhile = model_for(task, config), task.collate(items), list[Batch]()
-    logits = model.logits
-    monkeypatch.setattr(model, "logits", lambda batch: meanwhile.append(task.collate(items)) or logits(batch))
-    task.predict(model, items, CPU, 8)
-    assert np.array_equal(meanwhile[0].input_ids, before.input_ids)
 
 
 @pytest.mark.parametrize("change", [{"head": LMHead()}, {"head": ClassificationHead(("x",))}])
