@@ -15,6 +15,7 @@ from torch import Tensor
 
 from firth.models import Model, count_parameters, load_model, make_model
 from firth.models.config import ModelConfig, NoPosition
+from firth.models.fused_decode import can_fuse_decode
 from firth.models.kv_cache import KVCache
 from firth.models.presets import bert, llama, modernbert, t5
 from firth.objectives import Batch
@@ -97,6 +98,13 @@ def test_the_cache_gives_the_same_states(make: Any) -> None:
         found.append(cache.decode_step(x[:, i : i + 1]))
         cache.advance()
     torch.testing.assert_close(torch.cat(found, 1), wanted, atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("name", [*ALL, "norm_outputs"])
+def test_the_fused_decoding_of_a_gpu_leaves_them_to_the_blocks(name: str) -> None:
+    plain = llama(4, 32, 2, 64, 64)
+    assert can_fuse_decode(make_model(plain).stack)  # type: ignore[arg-type]
+    assert not can_fuse_decode(make_model(replace(plain, **{name: True})).stack)  # type: ignore[arg-type]
 
 
 @torch.no_grad()

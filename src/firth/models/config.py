@@ -582,6 +582,11 @@ class ModelConfig:
         return self.predicts_next_token and self.architecture == "encoder"
 
     @property
+    def has_plain_blocks(self) -> bool:
+        """Whether blocks and stack have nothing beyond attention, MLP and the norms before or after them."""
+        return not (self.norm_outputs or self.attention_gate or self.value_residual or self.unet_skips)
+
+    @property
     def block_dim(self) -> int:
         """Width of the states inside a block."""
         return self.dim if self.bottleneck is None else self.bottleneck.dim

@@ -39,8 +39,10 @@ MIN_FUSED_HEAD_SIZE, MAX_FUSED_HEAD_SIZE = 16, 256
 
 
 def can_fuse_decode(stack: Stack) -> bool:
-    """Whether the fused kernels compute this stack: no LoRA, no FP8, no scores per token pair, one dtype."""
+    """Whether fused kernels compute this stack: plain blocks, no LoRA, no FP8, no scores per token pair, one dtype."""
     if not can_cache(stack.config) or stack.memory is not None or stack.convolution is not None:
+        return False
+    if not stack.config.has_plain_blocks:  # gates, skips and further norms
         return False
     if not MIN_FUSED_HEAD_SIZE <= stack.config.head_size <= MAX_FUSED_HEAD_SIZE or not stack.num_layers:
         return False
