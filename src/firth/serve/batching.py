@@ -81,9 +81,12 @@ class Job:
 
 
 class BatchWorker:
-    """The queue and the computing thread of one model."""
+    """The queue and the computing thread of one model. A step holds `lock`, which models on one GPU share."""
 
-    def __init__(self, name: str, max_batch_size: int, batch_wait_s: float, max_queue: int) -> None:
+    def __init__(
+        self, name: str, max_batch_size: int, batch_wait_s: float, max_queue: int, lock: threading.Lock | None = None
+    ) -> None:
+        self.lock = lock or threading.Lock()
         self.max_batch_size, self.batch_wait_s, self.max_queue = max_batch_size, batch_wait_s, max_queue
         self.waiting: deque[Job] = deque()
         self.changed = threading.Condition()
@@ -122,7 +125,8 @@ class BatchWorker:
     def advance(self, steps: Iterator[None], jobs: Sequence[Job]) -> bool:
         """Compute one step of a batch; return whether there are more."""
         try:
-            next(steps)
+            with self.lock:
+                next(steps)
         except StopIteration:
             return False
         except Exception as e:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import re
 import secrets
+import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -25,7 +26,7 @@ from firth.evaluate.predict import Predictor
 from firth.evaluate.predict_input import PredictInput, TaskInput
 from firth.generate import Blank, GenerationConfig, fill_texts, generate_sequences
 from firth.generate.decode_state import check_can_generate
-from firth.generate.loop import GeneratedSequence, iterate_decode_steps
+from firth.generate.loop import DecodedBatch, GeneratedSequence, iterate_decode_steps
 from firth.generate.text import PromptText, make_prompt_texts
 from firth.models import EncoderDecoder, Model, load_model, make_sequence_template
 from firth.models.config import EmbeddingHead, LMHead
@@ -40,6 +41,7 @@ from firth.train import TrainingConfig, choose_compute
 
 RUN_FOLDERS = re.compile(r"final|checkpoint-\d+|seed-\d+")  # say nothing about a model: its run's folder does
 MAX_SEED = 2**31
+GPU_LOCK = threading.Lock()  # while one model captures a CUDA graph, no other may launch a kernel
 SAMPLING_FIELDS = ("temperature", "top_k", "top_p", "min_p")
 MIN_TEMPERATURE = 1e-6  # below it the likeliest token is certain, and logits / temperature may overflow
 
@@ -67,6 +69,36 @@ class Generation:
         return sum(len(prompt.input_ids) for prompt in self.prompts)
 
 
+class RunningJob:
+    """A job in a batch that is decoded: its rows, from `first_row` on, and the text that its client has of each."""
+
+    def __init__(self, job: Job, first_row: int, num_return_sequences: int) -> None:
+        self.job, self.first_row = job, first_row
+        self.prompts = [prompt for prompt in job.inputs.prompts for _ in range(num_return_sequences)]
+        self.sent = [""] * len(self.prompts)
+
+    def send_progress(self, decoded: DecodedBatch, is_done: Sequence[bool]) -> None:
+        """Send what is new: pieces of text to a client that reads a stream, and the result when all rows are done."""
+        rows = list(enumerate(self.prompts, self.first_row))
+        if self.job.inputs.is_streamed:
+            for choice, (row, prompt) in enumerate(rows):
+                text = prompt.stable_text(decoded.token_ids(row))
+                if text.startswith(self.sent[choice]):
+                    self.send_text(choice, text)
+        if all(is_done[row] for row, _ in rows):
+            choices = [Choice(prompt, decoded.to_sequence(row)) for row, prompt in rows]
+            if self.job.inputs.is_streamed:
+                for i, made in enumerate(choices):
+                    self.send_text(i, made.new)
+            self.job.send(Result(choices))
+
+    def send_text(self, choice: int, text: str) -> None:
+        """Send the part of a text that its client does not have."""
+        if new := text[len(self.sent[choice]) :]:
+            self.job.send(Piece(choice, new))
+            self.sent[choice] = text
+
+
 class GenerationSettings(NamedTuple):
     """What requests must share to be decoded together. The seed of the config is not used: each request has its own."""
 
@@ -90,7 +122,11 @@ class ServedModel:
         self.tokenizer = model.tokenizer
         self.metadata = read_task_file(Path(checkpoint))
         self.predictors = self.make_predictors()
-        self.worker = BatchWorker(name, config.max_batch_size, config.batch_wait_ms / 1000, config.max_queue)
+        device = self.model.embed.tokens.weight.device.type
+        self.worker = BatchWorker(
+            *(name, config.max_batch_size, config.batch_wait_ms / 1000, config.max_queue),
+            lock=GPU_LOCK if device == "cuda" else None,
+        )
         self.operations = {
             operation.name: operation
             for operation in (
@@ -280,39 +316,29 @@ class ServedModel:
     def decode(self, jobs: Sequence[Job]) -> Iterator[None]:
         """Generate one token of each text in every step."""
         config, logprobs = jobs[0].settings
-        each = config.num_return_sequences
         prompts = [(job, prompt) for job in jobs for prompt in job.inputs.prompts]
-        rows = {id(job): [i for i in range(len(prompts) * each) if prompts[i // each][0] is job] for job in jobs}
-        shown = [""] * (len(prompts) * each)
+        running, first_row = [], 0
+        for job in jobs:
+            running.append(RunningJob(job, first_row, config.num_return_sequences))
+            first_row += len(running[-1].prompts)
 
         def should_stop(index: int, ids: Sequence[int]) -> bool:
             job, prompt = prompts[index]
             return not job.is_open or bool(config.stop and prompt.has_stop_string(ids))
 
-        steps = iterate_decode_steps(
+        for decoded in iterate_decode_steps(
             self.model,
             [prompt.input_ids for _, prompt in prompts],
             config,
             stop_fn=should_stop,
             logprobs=logprobs,
             seeds=[seed for job in jobs for seed in job.inputs.seeds],
-        )
-        for decoded in steps:
+        ):
             is_done = decoded.done_N.tolist()
-            for job in jobs:
-                if job.is_open and job.inputs.is_streamed:
-                    for index, row in enumerate(rows[id(job)]):
-                        stable = prompts[row // each][1].stable_text(decoded.token_ids(row))
-                        if stable.startswith(shown[row]) and stable != shown[row]:
-                            job.send(Piece(index, stable[len(shown[row]) :]))
-                            shown[row] = stable
-                if job.is_open and all(is_done[row] for row in rows[id(job)]):
-                    choices = [Choice(prompts[row // each][1], decoded.to_sequence(row)) for row in rows[id(job)]]
-                    for index, (row, choice) in enumerate(zip(rows[id(job)], choices, strict=True)):
-                        if job.inputs.is_streamed and len(choice.new) > len(shown[row]):
-                            job.send(Piece(index, choice.new[len(shown[row]) :]))
-                    job.send(Result(choices))
-            if not any(job.is_open for job in jobs):
+            running = [part for part in running if part.job.is_open]
+            for part in running:
+                part.send_progress(decoded, is_done)
+            if not any(part.job.is_open for part in running):
                 return
             yield
 
