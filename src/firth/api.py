@@ -56,6 +56,7 @@ from firth.recipes import (
     scale_rate_to_batch,
     tokenizer_kind,
     update_recipe,
+    with_rate_candidates,
 )
 from firth.recipes import named_finetuning_defaults as named_recipe
 from firth.static.ngram import is_ngram, load_ngram
@@ -1211,6 +1212,8 @@ def finetune(
             fields = preference_defaults(fields)
         if recipe is not None:
             fields = named_recipe(recipe, model_config, task if isinstance(task, str) else "text-to-text")
+            changes.setdefault("learning_rate", fields["learning_rate"])  # the published one
+        fields, changes = with_rate_candidates(fields, changes)
         plan, limit = apply_overrides(FinetuneRecipe(**fields), changes), model_config.max_length
         if "max_seq_length" in changes and limit is not None and plan.max_seq_length > limit:
             raise UserError(

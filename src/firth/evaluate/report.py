@@ -19,6 +19,7 @@ from firth.metrics import ClassMetrics, format_metric, mean_and_std, per_class_m
 from firth.metrics.tagging import are_span_tags
 from firth.tasks import Prediction, read_predictions
 from firth.tasks.multitask import task_of
+from firth.tasks.rate_trial import format_loss
 from firth.tasks.results import describe_comparison
 from firth.text import Example
 from firth.train import read_log, token_loss_name
@@ -117,10 +118,13 @@ def write_run_report(folder: Path, result: Mapping[str, Any], examples: Sequence
         text = f"{baseline} scores {format_metric(result['metric'], result['chance'])} {result['metric']}."
         failed = f" Seeds that are no better: {format_list(result['failed'])}." if result["failed"] else ""
         page.add_paragraph(text.replace("vectors scores", "vectors score") + failed)
+    for seed, cause in result.get("failure_causes", {}).items():
+        page.add_paragraph(f"Seed {seed} is at or below chance. Likely cause: {cause}.")
     if result.get("diverged"):
         page.add_paragraph(f"Seeds whose loss diverged, without a score: {format_list(result['diverged'])}.")
     if result.get("comparison"):
         page.add_paragraph(describe_comparison(result["comparison"]))
+    add_rate_section(page, result)
     lines = read_predictions(folder / "predictions.jsonl")
     predictions = [Prediction(line["prediction"], line.get("scores"), line) for line in lines]
     if tasks := result.get("tasks"):
@@ -131,6 +135,27 @@ def write_run_report(folder: Path, result: Mapping[str, Any], examples: Sequence
     page.add_code(recipe)
     page.save(folder / "report.html")
     return folder / "report.html"
+
+
+def add_rate_section(page: HtmlPage, result: Mapping[str, Any]) -> None:
+    """Add the learning rate of a run and, where several were tried, the loss of each."""
+    trial = result.get("learning_rate_trial")
+    if not trial:
+        return
+    page.add_heading("Learning rate")
+    if trial["skipped"]:
+        page.add_paragraph(f"{trial['chosen']:g}, the default. No others were tried: {trial['reason']}.")
+        return
+    rows = [
+        (f"{rate:g}", format_loss(loss), "chosen" if rate == trial["chosen"] else "")
+        for rate, loss in zip(trial["rates"], trial["losses"], strict=True)
+    ]
+    split = (
+        f"{trial['train_examples']:,} examples of train, and the loss is that of {trial['held_out_examples']:,} others"
+    )
+    caption = f"Each rate was tried for {trial['steps']:,} steps on {split} of train. Dev was not read."
+    page.add_table(["learning rate", "held-out loss", ""], rows, caption)
+    page.add_paragraph(f"{trial['chosen']:g} was taken: {trial['reason']}.")
 
 
 def format_score_rows(rows: Iterable[tuple[Any, ...]]) -> list[tuple[str, ...]]:

@@ -24,7 +24,7 @@ from firth.evaluate.likelihood import choose_scoring_method, text_metric_names
 from firth.evaluate.report import write_run_report_and_card
 from firth.metrics import f1, format_metric, mean_and_std, squad_per_question
 from firth.models import read_config
-from firth.recipes import finetuning_defaults
+from firth.recipes import finetuning_defaults, with_rate_candidates
 from firth.static.ngram import is_ngram
 from firth.tasks import (
     FINETUNE_TASKS,
@@ -163,7 +163,7 @@ def check_suite_tasks(
         raise UserError(
             f"{own[0]} is set by the suite: leave it out." + (" Use --seeds N." if own[0] == "seeds" else "")
         )
-    apply_overrides(FinetuneRecipe(), options)
+    apply_overrides(FinetuneRecipe(), with_rate_candidates({"learning_rate": 0.0}, options)[1])
     for task in tasks.values():
         mode = choose_task_mode(checkpoint, task)
         if mode == MODE_ZERO_SHOT:
@@ -373,12 +373,13 @@ def build_task_recipe(
 ) -> FinetuneRecipe:
     """The model's fine-tuning defaults with `options`. The first official metric selects the best seed."""
     first = next((name for name in task.metrics if name not in SUPERGLUE_EXTRA_METRICS.get(task.name, ())), "")
-    lora = bool(options.get("lora_rank"))
+    defaults = finetuning_defaults(read_config(checkpoint), options.get("optim"), bool(options.get("lora_rank")))
+    fields, changes = with_rate_candidates(defaults, options)
     return apply_overrides(
-        FinetuneRecipe(**finetuning_defaults(read_config(checkpoint), options.get("optim"), lora)),
+        FinetuneRecipe(**fields),
         {
             "metric": first,
-            **options,
+            **changes,
             "checkpoint": str(checkpoint),
             "task": task.task,
             "train": str(task.train),

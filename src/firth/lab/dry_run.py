@@ -26,6 +26,7 @@ from firth.tasks.finetune import (
     make_run_task,
     read_finetune_data,
 )
+from firth.tasks.rate_trial import TRIAL_SHARE, find_trial_obstacle
 from firth.text import Corpus
 from firth.tokens import load_tokenizer
 from firth.train import Recipe
@@ -114,8 +115,14 @@ def describe_finetuning(recipe: FinetuneRecipe, num_arms: int = 1) -> dict[str, 
     data, config = read_finetune_data(recipe), read_config(recipe.checkpoint)
     task = make_run_task(recipe, data.train, load_tokenizer(recipe.checkpoint), config)
     estimate = estimate_finetuning(recipe, task, config)
-    runs = recipe.seeds * num_arms
-    plan = describe_training(recipe, estimate, count_finetune_steps(recipe, data), None, runs)
+    runs, steps = recipe.seeds * num_arms, count_finetune_steps(recipe, data)
+    plan = describe_training(recipe, estimate, steps, None, runs)
+    examples = min(recipe.shots or len(data.train), len(data.train))
+    tries = recipe.rate_candidates and not find_trial_obstacle(recipe, examples, plan["steps"])
+    rates = list(recipe.rate_candidates) if tries else [recipe.learning_rate]
+    if tries and not recipe.minutes:
+        plan["seconds"] *= 1 + TRIAL_SHARE * len(rates) / recipe.seeds
+    plan["learning_rates"] = rates
     counts = {"train_examples": len(data.train), "dev_examples": len(data.dev)}
     return {"reads": [recipe.checkpoint, *recipe.label_files], **counts, "seeds": recipe.seeds, "runs": runs, **plan}
 

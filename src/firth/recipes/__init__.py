@@ -1,6 +1,11 @@
 """Default recipes: functions that return the settings of a training run for a model."""
 
-from firth.recipes.finetuning import finetuning_defaults, named_finetuning_defaults, preference_defaults
+from firth.recipes.finetuning import (
+    finetuning_defaults,
+    named_finetuning_defaults,
+    preference_defaults,
+    with_rate_candidates,
+)
 from firth.recipes.pretraining import (
     DEFAULT_TOKENIZERS,
     choose_batch,
@@ -28,4 +33,5 @@ __all__ = [
     "scale_rate_to_batch",
     "tokenizer_kind",
     "update_recipe",
+    "with_rate_candidates",
 ]

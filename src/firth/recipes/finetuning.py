@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 from firth.core.errors import UserError, did_you_mean, quote
 from firth.models import ModelConfig
 from firth.models.config import BAG_OF_WORDS_FAMILY, AWDLSTMConfig, ELMoConfig, FanInInit
+from firth.train.recipe import AUTO_RATE
 
 # ULMFiT (Howard & Ruder 2018, sections 3.2, 3.3 and 4.1): a slanted triangular learning rate that rises for 10% of the
 # steps, discriminative fine-tuning (each layer's rate is 1/2.6 of that above it), gradual unfreezing (one more layer
@@ -48,6 +50,9 @@ ADAFACTOR_RATE = 1e-2  # at width 128, relative to the weights; at width 1,024 i
 # A preference loss moves all answers of a prompt at once, and soon leaves fluent text: it is published with rates far
 # below those of supervised fine-tuning.
 PREFERENCE_RATE_FACTOR = 0.1
+# `learning_rate: auto` tries the default times these factors. LoRA's published rates are 4 to 10 times those of full
+# fine-tuning (Hu et al. 2021, appendix D: 2e-4 to 5e-4 at width 768).
+RATE_FACTORS, LORA_RATE_FACTORS = (0.4, 1.0, 2.5), (1.0, 4.0, 10.0)
 FINETUNE_RECIPES = {"ulmfit": ULMFIT_DEFAULTS, "dai-le": DAI_LE_DEFAULTS, "elmo": ELMO_DEFAULTS}
 
 
@@ -75,6 +80,24 @@ def finetuning_defaults(model: ModelConfig, optim: str | None = None, lora: bool
 def preference_defaults(fields: dict[str, Any]) -> dict[str, Any]:
     """Return the fields of fine-tuning with the lower learning rate of preference tuning."""
     return fields | {"learning_rate": float(f"{PREFERENCE_RATE_FACTOR * fields['learning_rate']:.1e}")}
+
+
+def with_rate_candidates(
+    fields: Mapping[str, Any], changes: Mapping[str, Any]
+) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Return default fields and a user's changes with `learning_rate: auto` (the default) as rates to try.
+
+    >>> with_rate_candidates({"learning_rate": 5e-5}, {"seed": 1})
+    ({'learning_rate': 5e-05, 'rate_candidates': (2e-05, 5e-05, 0.00013)}, {'seed': 1})
+    >>> with_rate_candidates({"learning_rate": 5e-5}, {"learning_rate": 1e-4})
+    ({'learning_rate': 5e-05}, {'learning_rate': 0.0001})
+    """
+    if changes.get("learning_rate", AUTO_RATE) != AUTO_RATE:
+        return dict(fields), dict(changes)
+    factors, rate = LORA_RATE_FACTORS if changes.get("lora_rank") else RATE_FACTORS, fields["learning_rate"]
+    candidates = tuple(float(f"{factor * rate:.1e}") for factor in factors)
+    others = {name: value for name, value in changes.items() if name != "learning_rate"}
+    return {**fields, "rate_candidates": candidates}, others
 
 
 def named_finetuning_defaults(name: str, model: ModelConfig, task: str = "classify") -> dict[str, Any]:

@@ -51,6 +51,18 @@ from firth.tasks.chat import template_uses_date
 from firth.tasks.embed import EmbeddingTask, select_positive_pairs, write_sentence_transformers_files
 from firth.tasks.multitask import MultiTask, make_mixed_sampler, mixing_rates, qualify_ids, split_by_task, task_of
 from firth.tasks.preference import PreferenceLoss, PreferenceTask, checksum_answers, list_answers, with_references
+from firth.tasks.rate_trial import (
+    RATE_TRIAL_FILE,
+    TRIAL_SHARE,
+    RateTrial,
+    choose_rate,
+    find_trial_obstacle,
+    held_out_batch_size,
+    load_trial,
+    num_held_out,
+    num_trial_steps,
+    split_for_trial,
+)
 from firth.tasks.recipe import TASK_FILE, FinetuneRecipe
 from firth.tasks.registry import LABEL_TASKS, make_task, make_task_without_examples
 from firth.tasks.results import (
@@ -91,7 +103,8 @@ from firth.train.pretrain import resolve_schedule, time_steps
 from firth.train.recipe import recipe_differences
 from firth.train.resources import ResourceEstimate, check_resources, estimate_resources
 from firth.train.resume import extend_skips, merge_recipe, read_results, rewind_checkpoints, truncate_log
-from firth.train.step_runner import LossFn
+from firth.train.step import build_step_runner
+from firth.train.step_runner import LossFn, sum_of_means
 
 DEFAULT_FINETUNE_EPOCHS = 3.0  # epochs per seed if the recipe sets no length
 MIN_DEFAULT_STEPS = 200  # lower bound of the default length in steps: small data need more epochs
@@ -170,6 +183,8 @@ def run_seeds(
         )
         job = with_reference_logps(job)
         if earlier is not None:
+            if recipe.rate_candidates:  # the rate was chosen, or its choice was interrupted
+                recipe = replace(recipe, learning_rate=earlier.learning_rate, rate_candidates=earlier.rate_candidates)
             recipe = merge_recipe(earlier, recipe, allow_change, FIXED_FINETUNE_FIELDS)
             recipe = check_example_checksums(recipe, data, allow_change)
             changed = bool(recipe_differences(replace(earlier, output_dir=recipe.output_dir), recipe))
@@ -195,6 +210,10 @@ def run_seeds(
             *([f"the step is {job.execution_mode} for {job.shape_buckets}"] if job.shape_buckets is not None else []),
         ]:
             say(sentence)
+        if recipe.rate_candidates:
+            recipe = choose_learning_rate(job)
+            save_recipe(recipe, stored)
+            job = replace(job, recipe=recipe)
         runs = train_seeds(job, resume)
         with explain_disk_errors(folder):
             return summarize_seeds(recipe, task, data.train, data.dev, runs, folder)
@@ -502,7 +521,10 @@ def sample_stratified(strata: Sequence[Any], shots: int, seed: int) -> list[int]
 
 
 def resolve_seed_schedule(recipe: FinetuneRecipe, job: FinetuneJob, start_time: float) -> FinetuneRecipe:
-    """Resolve steps and evaluation interval per seed (default: one, at the end). `minutes` cover all seeds."""
+    """Resolve steps and evaluation interval per seed (default: one, at the end).
+
+    `minutes` cover all seeds and the trials of learning rates.
+    """
     items = [job.train_items[i] for i in job.train_indices[0]]
 
     def measure() -> tuple[float, float]:
@@ -525,17 +547,23 @@ def resolve_seed_schedule(recipe: FinetuneRecipe, job: FinetuneJob, start_time: 
             freeze_schedule=freeze_schedule,
             threads=threads,
         )
-        return step * recipe.seeds, evaluation * recipe.seeds
+        return step, evaluation
 
     threads = thread_choices(recipe, job.compute) if recipe.minutes else []
     epochs = recipe.num_train_epochs or DEFAULT_FINETUNE_EPOCHS
     min_steps = 1 if recipe.num_train_epochs else MIN_DEFAULT_STEPS
     evaluations = EARLY_STOPPING_EVALUATIONS if recipe.early_stopping else 1
+    step_seconds, eval_seconds = measure() if recipe.minutes else (0.0, 0.0)
+
+    has_trials = recipe.rate_candidates and not find_trial_obstacle(recipe, len(items), recipe.max_steps or None)
+    num_trials = len(recipe.rate_candidates) if has_trials else 0
+    # a held-out batch costs about a third of a step
+    held_out_steps = num_trials * num_held_out(len(items)) / recipe.per_device_train_batch_size / 3
     resolved = resolve_schedule(
         replace(recipe, num_train_epochs=epochs),
         len(items),
-        measure,
-        start_time,
+        lambda: (step_seconds * (recipe.seeds + TRIAL_SHARE * num_trials), eval_seconds * recipe.seeds),
+        start_time - held_out_steps * step_seconds,
         evaluations,
         min_steps,
         min_evals=evaluations,
@@ -705,6 +733,104 @@ def check_seed_resumable(seed_folder: Path, model: Model) -> None:
         raise UserError(f"{checkpoint} was trained with other labels than the examples have now: start a new run.")
     if model.tokenizer and load_tokenizer(checkpoint).fingerprint != model.tokenizer.fingerprint:
         raise UserError(f"{checkpoint} was trained with another tokenizer than this one: start a new run.")
+
+
+# --- the learning rate ----------------------------------------------------------------------------------------------
+
+
+def choose_learning_rate(job: FinetuneJob) -> FinetuneRecipe:
+    """Try the candidate rates, unless the run is too short or train too small; return the recipe with the chosen one.
+
+    All seeds share the choice. Only training examples are read. Each finished rate is saved, so that a resumed run
+    does not repeat it: trials depend on the recipe alone, never on each other.
+    """
+    recipe, file, indices = job.recipe, job.folder / RATE_TRIAL_FILE, job.train_indices[0]
+    trial = load_trial(file)
+    if trial is None or (trial.rates, trial.default) != (recipe.rate_candidates, recipe.learning_rate):
+        trial = RateTrial(recipe.rate_candidates, recipe.learning_rate)
+    if obstacle := find_trial_obstacle(recipe, len(indices), recipe.max_steps):
+        trial = replace(trial, chosen=recipe.learning_rate, reason=obstacle, skipped=True)
+        say(f"learning rate {recipe.learning_rate:g}, the default; no others are tried: {obstacle}")
+    elif trial.chosen is None:
+        trial = try_rates(job, trial, file)
+        rate, reason = choose_rate(trial)
+        trial = replace(trial, chosen=rate, reason=reason)
+        say(f"learning rate {rate:g}: {reason}")
+    trial.save(file)
+    assert trial.chosen is not None
+    return replace(recipe, learning_rate=trial.chosen, rate_candidates=())
+
+
+def try_rates(job: FinetuneJob, trial: RateTrial, file: Path) -> RateTrial:
+    """Train with each rate that is not tried yet and measure the held-out loss; save the trial after each.
+
+    The rates share the loaded model, whose weights are restored, and the runner with its compiled step or CUDA graphs.
+    """
+    recipe = replace(job.recipe, rate_candidates=())
+    train, held_out = split_for_trial(len(job.train_indices[0]), recipe.seed)
+    items = [job.train_items[i] for i in job.train_indices[0]]
+    steps = num_trial_steps(recipe.max_steps)
+    trial = replace(trial, steps=steps, train_examples=len(train), held_out_examples=len(held_out))
+    rates = ", ".join(f"{rate:g}" for rate in trial.rates)
+    say(
+        f"learning rate: trying {rates} for {format_count(steps, 'step')} each, on {len(train):,} examples of train; "
+        f"the loss on its other {len(held_out):,} decides"
+    )
+    settings = replace(
+        recipe, max_steps=steps, warmup_steps=min(steps // 10, recipe.warmup_steps), eval_steps=steps, ema_decay=0.0
+    )
+    with quiet():
+        model = build_seed_model(job, 0)
+    model.to(job.compute.device)
+    initial = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    train_items = [items[i] for i in train]
+    batches = ShapeCountingBatches(make_finetune_batch_fn(settings, job.task, train_items), job.shape_buckets)
+    size = held_out_batch_size(len(held_out), recipe.per_device_train_batch_size)
+    starts = range(0, len(held_out) - size + 1, size)
+    held_out_batches = [job.task.collate([items[i] for i in held_out[start : start + size]]) for start in starts]
+    measured: list[float] = []
+
+    def evaluate(model: Model) -> dict[str, float]:
+        measured[:] = measure_batch_losses(model, held_out_batches, job.compute)
+        return {}
+
+    runner, began, earlier_seconds = None, time.monotonic(), trial.seconds
+    with run_series([1.0] * (len(trial.rates) - len(trial.batch_losses))) as series:
+        for rate in trial.rates[len(trial.batch_losses) :]:
+            model.load_state_dict(initial)
+            run = TrainingRun(
+                replace(settings, learning_rate=rate),
+                job.compute,
+                model,
+                batches,
+                evaluate,
+                None,
+                f"learning rate {rate:g}",
+                freeze_schedule=recipe.freeze_schedule(len(items)),
+                runner=runner,
+            )
+            runner = run.runner = run.runner or build_step_runner(run)
+            try:
+                fit(run)
+            except Diverged as e:
+                measured.clear()
+                warn(f"learning rate {rate:g} diverged in its trial. {e}")
+            seconds = earlier_seconds + time.monotonic() - began
+            trial = replace(trial, batch_losses=(*trial.batch_losses, tuple(measured)), seconds=seconds)
+            trial.save(file)
+            series.end_run()
+    return trial
+
+
+@torch.no_grad()
+def measure_batch_losses(model: Model, batches: Sequence[Batch], compute: ComputeConfig) -> list[float]:
+    """Return the mean loss of each batch, without dropout."""
+    model.eval()
+    losses = []
+    for batch in batches:
+        with compute.autocast():
+            losses.append(sum_of_means(model.losses(batch.to(compute.device)), batch.loss_counts))
+    return torch.stack(losses).tolist()
 
 
 # --- one seed -------------------------------------------------------------------------------------------------------

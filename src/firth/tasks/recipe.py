@@ -21,7 +21,7 @@ from firth.models.config import (
     MultipleChoiceHead,
     RegressionHead,
 )
-from firth.train.recipe import FreezeSchedule, TrainingConfig, recipe_field
+from firth.train.recipe import FreezeSchedule, TrainingConfig, parse_learning_rate, recipe_field
 
 TASK_FILE = "task.json"  # of a fine-tuned checkpoint: its task and labels
 
@@ -126,6 +126,14 @@ class FinetuneRecipe(TrainingConfig):
     )
     per_device_train_batch_size: int = recipe_field(
         16, "Training examples per device and micro-batch; short ones are packed into one row."
+    )
+    learning_rate: float = recipe_field(
+        1e-3,
+        "Set the peak learning rate. auto tries three around the default of the model's width, each for a tenth of the "
+        "steps on a split of train, and takes the best; dev is not read.",
+        shown_default="auto",
+        ge=0,
+        parse=parse_learning_rate,
     )
     num_train_epochs: float = recipe_field(
         0.0,
@@ -238,6 +246,8 @@ class FinetuneRecipe(TrainingConfig):
     )
     # Recorded by the run: checksums of its examples, and per seed the batches skipped by rewinds, as (step, number of
     # steps skipped from there).
+    # Rates to try before the first seed, with `learning_rate` as the default among them; empty once one is chosen.
+    rate_candidates: tuple[float, ...] = ()
     train_checksum: str = ""
     dev_checksum: str = ""
     skips: dict[str, tuple[tuple[int, int], ...]] = field(default_factory=dict)

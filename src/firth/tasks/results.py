@@ -45,8 +45,10 @@ from firth.metrics import (
 from firth.metrics.bootstrap import MIN_SEEDS
 from firth.metrics.pairs import scores_from_ranks
 from firth.tasks.embed import all_have_scores
+from firth.tasks.failure import explain_failed_seed
 from firth.tasks.multitask import AVERAGE_METRIC, MultiTask, split_by_task
 from firth.tasks.preference import is_preferred
+from firth.tasks.rate_trial import RATE_TRIAL_FILE, load_trial
 from firth.tasks.recipe import FinetuneRecipe
 from firth.tasks.tag import excluded_entity_types
 from firth.tasks.task import Prediction, Task
@@ -148,6 +150,8 @@ def summarize_seeds(
             f"seed-{best} has the best {metric} on dev, so its model is final/. Report the mean: the best of several "
             "seeds is too optimistic."
         )
+    failures = exclude_failed_seeds(values, chance_score(task, metric, train, dev), metric, diverged)
+    trial = load_trial(folder / RATE_TRIAL_FILE)
     results = {
         "output_dir": str(folder),
         "task": recipe.task,
@@ -160,12 +164,15 @@ def summarize_seeds(
             for name in names
             if all(name in s for s in completed_scores)
         },
-        **exclude_failed_seeds(values, chance_score(task, metric, train, dev), metric, diverged),
+        **failures,
+        **explain_failed_seeds(recipe, train, dev, folder, failures.get("failed", ()), diverged),
         **({"tasks": summarize_tasks(task, completed_scores)} if isinstance(task, MultiTask) else {}),
         DIVERGED_KEY: diverged,
         "scores": scores,
         "comparison": None,
         "from_scratch": recipe.from_scratch,
+        "learning_rate": recipe.learning_rate,
+        "learning_rate_trial": trial.to_results() if trial and trial.chosen == recipe.learning_rate else None,
         "best_seed": best,
         "steps": [run["steps"] for run in runs],
         "best_steps": [run.get("best_step") for run in runs],
@@ -226,6 +233,22 @@ def exclude_failed_seeds(
         by_chance = f"{metric} {format_metric(metric, chance)}"
         warn(f"{len(bad)} of {len(values)} seeds did not beat chance ({by_chance}){learned}.")
     return {"chance": chance, "failed": bad, "mean_without_failed": mean, "std_without_failed": std}
+
+
+def explain_failed_seeds(
+    recipe: FinetuneRecipe,
+    train: Sequence[Example],
+    dev: Sequence[Example],
+    folder: Path,
+    failed: Sequence[int],
+    diverged: Sequence[int],
+) -> dict[str, Any]:
+    """Return and print the likely cause of each seed at or below chance; that of a diverged one was printed."""
+    causes = {i: explain_failed_seed(recipe, train, dev, folder / f"seed-{i}") for i in failed if i not in diverged}
+    for i, cause in causes.items():
+        if cause not in list(causes.values())[: list(causes).index(i)]:
+            warn(f"seed-{i} is at or below chance. Likely cause: {cause}.")
+    return {"failure_causes": {str(i): cause for i, cause in causes.items()}} if causes else {}
 
 
 def chance_score(task: Task, metric: str, train: Sequence[Example], dev: Sequence[Example]) -> float | None:

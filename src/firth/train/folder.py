@@ -35,6 +35,7 @@ RUN_FILES = (
         "results.json",
         "predictions.jsonl",
         "finetuning.json",
+        "learning_rate.json",
         "report.html",
         LOCK_FILE,
         CLOCK_FILE,

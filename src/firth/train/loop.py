@@ -111,7 +111,7 @@ def fit(run: TrainingRun, resume: bool = False) -> FitResult:
         if ema:
             ema.load_state(load_ema(checkpoint))
         say(f"resuming from {checkpoint}")
-    runner = build_step_runner(run)
+    runner = run.runner or build_step_runner(run)
     line, scores, speed = StatusLine(), {}, SpeedMeter(state.step, state.tokens)
     loss, metrics = math.nan, dict[str, float]()
     pending: list[StepRecord] = []

@@ -27,6 +27,7 @@ RecipeT = TypeVar("RecipeT")  # a recipe: a dataclass of plain values
 MAX_ROW_TOKENS = 2**16  # tokens: positions in a row are sorted as uint16
 MAX_STEP_TOKENS = 2**31  # tokens: more is a typing error
 MAX_EPOCHS = 10**6  # the same
+AUTO_RATE = "auto"  # a learning rate that the run chooses
 MAX_RUN_MINUTES_OR_EPOCHS = 10**9  # minutes or epochs: more is a typing error
 
 
@@ -64,6 +65,23 @@ def parse_batch_rows(text: str, option: str) -> int:
     if rows < 1 and text != "auto":
         raise UserError(f"{option}: {quote(text)} is neither a whole number of at least 1 nor auto.")
     return rows
+
+
+def parse_learning_rate(text: str, option: str) -> float | str:
+    """Return a rate, or "auto".
+
+    >>> parse_learning_rate("auto", "--learning-rate"), parse_learning_rate("3e-4", "--learning-rate")
+    ('auto', 0.0003)
+    """
+    if text == AUTO_RATE:
+        return text
+    try:
+        rate = float(text)
+    except ValueError:
+        rate = math.nan
+    if not (math.isfinite(rate) and rate >= 0):
+        raise UserError(f"{option}: {quote(text)} is neither a number of at least 0 nor auto.")
+    return rate
 
 
 BOUNDS = {

@@ -84,6 +84,7 @@ class TrainingRun:
     deferred_init: Callable[[], None] | None = None  # initialises the weights; the first step is compiled meanwhile
     text_progress: Callable[[int], TextProgress] | None = None  # number of steps -> text that they read
     mask_rate: Callable[[int], float | None] | None = None  # step -> mask rate, where it changes
+    runner: StepRunner | None = None  # of an earlier run with this model, to share its compiled step
     replan: Replan | None = None  # plans the steps of a run with `minutes` again, while it runs
 
 
