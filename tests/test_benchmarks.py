@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import lzma
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -829,3 +830,30 @@ def test_a_real_sweep(corpus_file: Path, tmp_path: Path, capsys: pytest.CaptureF
     facts = json.loads(capsys.readouterr().out.splitlines()[-1])["laws"]["encoder"]
     assert len(facts["runs"]) == 8
     assert all(2 < loss < 8 for *_, loss in facts["runs"])
+
+
+def test_the_default_beside_a_grid(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Twelve cells with fixed settings and the default, which chooses its rate; the best cell is named."""
+    from firth.models import make_model
+    from firth.tokens import train_tokenizer
+
+    rows = [{"text": f"a {word} text", "label": label} for word, label in (("good", "yes"), ("bad", "no"))] * 20
+    (tmp_path / "classification").mkdir()
+    for part in ("train", "dev"):
+        with lzma.open(tmp_path / f"classification/trec.{part}.jsonl.xz", "wt") as file:
+            file.writelines(json.dumps(row) + "\n" for row in rows)
+    tokenizer = train_tokenizer([row["text"] for row in rows], "wordpiece", 60)
+    model = make_model(bert(1, 16, 2, tokenizer.vocab.size, position=LearnedPosition(128)))
+    model.tokenizer = tokenizer
+    model.save(tmp_path / "bert")
+    monkeypatch.setattr("firth.tasks.rate_trial.MIN_TRIAL_STEPS", 1)
+    monkeypatch.setattr("firth.tasks.rate_trial.MIN_HELD_OUT_EXAMPLES", 4)
+    script("parallel_runs")
+    grid = script("finetune_grid")
+    words = [str(tmp_path / "bert"), "--data", str(tmp_path), "--tasks", "trec", "--quick", "--processes", "1"]
+    grid.main([*words, "--output", str(tmp_path / "out.json"), "max_steps=10", "max_seq_length=16"])
+    (found,) = json.loads((tmp_path / "out.json").read_text())["tasks"]
+    assert len(found["grid"]) == 12
+    assert found["default_rate"] in map(float, found["tried"])
+    assert found["best"] == max(mean for _, _, mean, _ in found["grid"])
+    assert found["behind"] == pytest.approx(found["best"] - found["default"])

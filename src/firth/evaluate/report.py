@@ -153,7 +153,8 @@ def add_rate_section(page: HtmlPage, result: Mapping[str, Any]) -> None:
     split = (
         f"{trial['train_examples']:,} examples of train, and the loss is that of {trial['held_out_examples']:,} others"
     )
-    caption = f"Each rate was tried for {trial['steps']:,} steps on {split} of train. Dev was not read."
+    times = f"{trial['factor']:.1f} times as high, as a trial is short,"
+    caption = f"Each rate was tried {times} for {trial['steps']:,} steps on {split} of train. Dev was not read."
     page.add_table(["learning rate", "held-out loss", ""], rows, caption)
     page.add_paragraph(f"{trial['chosen']:g} was taken: {trial['reason']}.")
 

@@ -77,7 +77,7 @@ class Batch(NamedTuple):
 
     def to(self, device: torch.device) -> Batch:
         """Return the batch as tensors on a device."""
-        return Batch(*(None if a is None else _to_tensor(a, device) for a in self))
+        return Batch(*(None if a is None else to_device_async(to_host_tensor(a), device) for a in self))
 
 
 def _num_real_tokens(input_ids: Any, document_ids: Any) -> int:
@@ -94,15 +94,14 @@ def _num_groups(group_ids: Any) -> int:
     return int((distinct >= 0).sum())
 
 
-def _to_tensor(array: np.ndarray, device: torch.device) -> torch.Tensor:
+def to_host_tensor(array: np.ndarray) -> torch.Tensor:
+    """Return an array of a batch as a tensor of the dtype that models read."""
     import torch
 
     t = torch.from_numpy(array)
     if t.dtype in (torch.int32, torch.uint16):
-        t = t.long()
-    elif t.dtype == torch.float64:
-        t = t.float()
-    return to_device_async(t, device)
+        return t.long()
+    return t.float() if t.dtype == torch.float64 else t
 
 
 def to_device_async(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:

@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from datetime import date
-from functools import partial
+from functools import lru_cache, partial
 from itertools import zip_longest
 from pathlib import Path
 from typing import Any
@@ -62,6 +62,7 @@ from firth.tasks.rate_trial import (
     num_held_out,
     num_trial_steps,
     split_for_trial,
+    trial_rate_factor,
 )
 from firth.tasks.recipe import TASK_FILE, FinetuneRecipe
 from firth.tasks.registry import LABEL_TASKS, make_task, make_task_without_examples
@@ -128,6 +129,7 @@ FIXED_FINETUNE_FIELDS = (
 )
 REFERENCE_FILE = "reference.json"  # of preference tuning
 TEXT_ANSWER_FIELDS = ("prefix", "max_target_length", "num_beams", "length_penalty")  # options of generated answers
+MAX_STORED_ORDER = 2**20  # examples: up to here the order of an epoch is computed at once
 EARLY_STOPPING_EVALUATIONS = 10  # per seed with early stopping. Override: --eval-steps
 # Steps per seed from which a GPU run compiles by default. An estimate: compiling three or four shapes takes one or two
 # minutes, and an uncompiled CUDA-graph step of BERT-base takes about 10 ms longer than a compiled one.
@@ -770,11 +772,12 @@ def try_rates(job: FinetuneJob, trial: RateTrial, file: Path) -> RateTrial:
     train, held_out = split_for_trial(len(job.train_indices[0]), recipe.seed)
     items = [job.train_items[i] for i in job.train_indices[0]]
     steps = num_trial_steps(recipe.max_steps)
-    trial = replace(trial, steps=steps, train_examples=len(train), held_out_examples=len(held_out))
+    factor = trial_rate_factor(recipe.max_steps)
+    trial = replace(trial, steps=steps, factor=factor, train_examples=len(train), held_out_examples=len(held_out))
     rates = ", ".join(f"{rate:g}" for rate in trial.rates)
     say(
-        f"learning rate: trying {rates} for {format_count(steps, 'step')} each, on {len(train):,} examples of train; "
-        f"the loss on its other {len(held_out):,} decides"
+        f"learning rate: trying {rates} (times {factor:.1f}, as a trial is short) for {format_count(steps, 'step')} "
+        f"each, on {len(train):,} examples of train; the loss on its other {len(held_out):,} decides"
     )
     settings = replace(
         recipe, max_steps=steps, warmup_steps=min(steps // 10, recipe.warmup_steps), eval_steps=steps, ema_decay=0.0
@@ -799,7 +802,7 @@ def try_rates(job: FinetuneJob, trial: RateTrial, file: Path) -> RateTrial:
         for rate in trial.rates[len(trial.batch_losses) :]:
             model.load_state_dict(initial)
             run = TrainingRun(
-                replace(settings, learning_rate=rate),
+                replace(settings, learning_rate=factor * rate),
                 job.compute,
                 model,
                 batches,
@@ -952,6 +955,11 @@ def balance_class_weights(config: ModelConfig, labels: Sequence[str]) -> ModelCo
     return replace(config, head=replace(config.head, class_weights=weights))
 
 
+def permute_epoch(n: int, seed: int, epoch: int) -> list[int]:
+    """Return the order of the examples in an epoch."""
+    return permute_indices(np.arange(n), n, hash_uint64(seed, epoch)).tolist()
+
+
 def make_finetune_batch_fn(
     recipe: FinetuneRecipe,
     task: Task,
@@ -964,11 +972,14 @@ def make_finetune_batch_fn(
     After a rewind, `skips` (start, count) shift the steps from `start` on, so that the examples in between are skipped.
     """
     size, n = recipe.per_device_train_batch_size, len(items)
+    epoch_order = lru_cache(maxsize=2)(partial(permute_epoch, n, recipe.seed))  # a batch may span two epochs
     mixed = make_mixed_sampler(items, recipe.mix_temperature, recipe.mix_cap, recipe.seed) if recipe.tasks else None
 
     def pick(index: np.ndarray) -> list[Any]:
-        epoch, offset = np.divmod(index, n)
-        return [items[i] for i in permute_indices(offset, n, hash_uint64(recipe.seed, epoch))]
+        if n > MAX_STORED_ORDER:
+            epoch, offset = np.divmod(index, n)
+            return [items[i] for i in permute_indices(offset, n, hash_uint64(recipe.seed, epoch))]
+        return [items[epoch_order(i // n)[i % n]] for i in index.tolist()]
 
     def batches(step: int) -> list[Batch]:
         first = (step + sum(count for start, count in skips if step >= start)) * recipe.global_batch_size

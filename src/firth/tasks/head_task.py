@@ -18,6 +18,7 @@ from abc import abstractmethod
 from collections.abc import Sequence
 from copy import copy
 from dataclasses import dataclass, replace
+from itertools import chain
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -164,9 +165,9 @@ class HeadTask:
         row_tokens = max(lengths) if self.has_short_rows else self.template.max_length
         packing = pack_texts(lengths, row_tokens, self.sequences_per_label)
         document_ids_BT, position_ids_BT = packing.document_ids_and_positions()
-        input_ids_BT = packing.scatter(np.concatenate([s.ids for s in sequences]), self.tokenizer.vocab.pad)
+        input_ids_BT = packing.scatter(list(chain.from_iterable(s.ids for s in sequences)), self.tokenizer.vocab.pad)
         token_type_ids_BT = (
-            packing.scatter(np.concatenate([s.token_type_ids for s in sequences]), 0)
+            packing.scatter(list(chain.from_iterable(s.token_type_ids for s in sequences)), 0)
             if self.template.sequence_template.has_token_types
             else None
         )

@@ -4,6 +4,11 @@ The best rate depends on the model, its pretraining and the examples, so no tabl
 for a tenth of the steps, with a warm-up and a decay of its own, on one part of train, and measures the loss on the
 rest. Dev is never read: a rate that dev has chosen would make the scores on dev too good.
 
+A short run needs a higher rate than a long one: where steps must both reach a distant minimum and average out noise,
+the best rate falls with the root of their number (Nemirovski et al. 2009, section 2.1). So each rate is tried
+`sqrt(steps of the run / steps of the trial)` times as high, about 3.2. Without that, trials choose rates that are far
+too high for the run (docs/results.md, "Rates and optimizers").
+
 The loss decides, not the score: on a few hundred examples it varies far less, it needs no generated answers, and every
 task has one. Losses vary too, so the default rate is kept unless another one is better by more than one standard
 error of the paired difference (the one-standard-error rule of Breiman et al. 1984, section 3.4.3).
@@ -45,6 +50,7 @@ class RateTrial:
     rates: tuple[float, ...]
     default: float
     steps: int = 0  # of each rate
+    factor: float = 1.0  # the trial of a rate has this times the rate, as it is shorter
     train_examples: int = 0
     held_out_examples: int = 0
     # By rate, in the order of `rates`: the loss of each held-out batch; empty where the loss diverged.
@@ -83,6 +89,15 @@ def num_trial_steps(max_steps: int) -> int:
     (60, 0)
     """
     return int(TRIAL_SHARE * max_steps)
+
+
+def trial_rate_factor(max_steps: int) -> float:
+    """Return the factor from a rate of the run to that of its trial.
+
+    >>> round(trial_rate_factor(600), 3)
+    3.162
+    """
+    return math.sqrt(max_steps / num_trial_steps(max_steps))
 
 
 def num_held_out(num_examples: int) -> int:

@@ -25,7 +25,7 @@ at once. The result is cached beside the shards (`cached_packing`), so a run com
 from __future__ import annotations
 
 import hashlib
-from collections import deque
+from collections import defaultdict, deque
 from typing import NamedTuple
 
 import numpy as np
@@ -157,7 +157,8 @@ def best_fit_decreasing(cost_P: np.ndarray, capacity: int, max_pieces_per_row: i
             fit = free // cost if max_pieces_per_row is None else min(free // cost, max_pieces_per_row - pieces)
             rows = open_rows.take_rows(free, pieces, -(-left // fit))
             placed = min(left, len(rows) * fit)
-            row_P[first : first + placed] = np.repeat(rows, fit)[:placed]
+            # a batch of fine-tuning is packed in every step, mostly one piece at a time
+            row_P[first : first + placed] = rows[0] if placed == 1 else np.repeat(rows, fit)[:placed]
             first, left = first + placed, left - placed
             partly = placed % fit  # pieces of the last row, if fewer than fit
             full = len(rows) - (partly > 0)
@@ -174,7 +175,7 @@ class OpenRows:
     def __init__(self, capacity: int) -> None:
         self.capacity = capacity
         self.num_rows = 0
-        self.buckets: list[dict[int, list[int]]] = [{} for _ in range(capacity + 1)]
+        self.buckets: defaultdict[int, dict[int, list[int]]] = defaultdict(dict)
         self.nonempty_mask = 0  # bit f is set if rows with f free tokens exist
 
     def best_bucket(self, cost: int) -> tuple[int, int]:

@@ -23,6 +23,7 @@ from torch import Tensor
 from firth.core.console import warn
 from firth.models import Model
 from firth.objectives import Batch
+from firth.objectives.batch import to_host_tensor
 from firth.train.compute import ComputeConfig
 from firth.train.step_runner import LossFn, StepRunner, metric_means
 
@@ -40,10 +41,9 @@ class StaticInputs:
 
     def copy_from(self, batch: Batch, counts: Mapping[str, int], loss_scale: Tensor | None) -> None:
         """Copy the next batch, which has the same shape."""
-        device = self.counts.device
-        for held, new in zip(self.batch, batch.to(device), strict=True):
+        for held, array in zip(self.batch, batch, strict=True):
             if held is not None:
-                held.copy_(new)
+                held.copy_(to_host_tensor(array).pin_memory(), non_blocking=True)
         self.counts.copy_(loss_divisors(self.loss_names, counts).pin_memory(), non_blocking=True)
         self.loss_scale.fill_(1) if loss_scale is None else self.loss_scale.copy_(loss_scale)
 
@@ -66,6 +66,7 @@ class CudaGraphStep(StepRunner):
         self.graphs: dict[Any, tuple[torch.cuda.CUDAGraph, StaticInputs, StepOutputs]] = {}
         self.captured_addresses: list[Any] = []
         self.is_enabled = True
+        self.parameters = list(model.parameters())  # listing them takes longer than comparing them
 
     def forward_backward(
         self,
@@ -151,9 +152,8 @@ class CudaGraphStep(StepRunner):
 
     def tensor_addresses(self) -> list[Any]:
         """Addresses of weights and gradients, and which parameters require one."""
-        parameters = list(self.model.parameters())
-        gradients = [0 if p.grad is None else p.grad.data_ptr() for p in parameters]
-        return [*gradients, *((p.data_ptr(), p.requires_grad) for p in parameters)]
+        gradients = [0 if p.grad is None else p.grad.data_ptr() for p in self.parameters]
+        return [*gradients, *((p.data_ptr(), p.requires_grad) for p in self.parameters)]
 
 
 def loss_divisors(names: list[str], counts: Mapping[str, int]) -> Tensor:
