@@ -1188,6 +1188,8 @@ def finetune(
     Mappings of names to files as `train` and `dev` train on several tasks at once (T5, section 3.5.2), with `task` and
     `prefix` by name too. The defaults are the task that the columns tell, and the prefix "NAME: ".
 
+    `learning_rate` is a number, or "auto" (the default): the best of three tried on a split of train.
+
     `recipe` names a published one ("ulmfit", "dai-le", "elmo"); the default is the family's own. With `target_text` the
     checkpoint is first pretrained on that text, in OUTPUT_DIR-target (ULMFiT's second stage). A resumed run whose
     recipe or examples have changed is refused unless `allow_change`; `rewind` is as in `pretrain`.

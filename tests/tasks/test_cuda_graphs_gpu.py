@@ -14,6 +14,7 @@ from tasks.conftest import write_jsonl
 
 from firth.models import Model, load_model, make_model
 from firth.tasks import FinetuneRecipe, finetune
+from firth.tasks.rate_trial import load_trial
 from firth.train import read_log
 from firth.train.cuda_graphs import CudaGraphStep
 from firth.train.recipe import EngineConfig
@@ -206,3 +207,32 @@ def test_out_of_memory_frees_the_graphs_first(
     assert not made[0].is_enabled
     assert not made[0].graphs
     assert other == pytest.approx(one, rel=2e-3)
+
+
+def test_trials_of_rates_share_cuda_graphs(
+    checkpoint_of: Checkpoints,
+    toy: Toy,
+    tmp_path: Path,
+    made: list[CudaGraphStep],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Three rates need one runner, record each shape once, and have the losses that they have without graphs."""
+    monkeypatch.setattr("firth.tasks.rate_trial.MIN_TRIAL_STEPS", 4)
+    monkeypatch.setattr("firth.tasks.rate_trial.MIN_HELD_OUT_EXAMPLES", 9)
+    captured: list[Any] = []
+    capture = CudaGraphStep.capture
+
+    def note(self: CudaGraphStep, shape: Any, inputs: Any) -> None:
+        captured.append((id(self), shape))
+        capture(self, shape, inputs)
+
+    monkeypatch.setattr(CudaGraphStep, "capture", note)
+    fields: dict[str, Any] = {"rate_candidates": (1e-3, 3e-3, 1e-2), "max_steps": 40}
+    losses(checkpoint_of("bert"), toy, tmp_path / "graphs", **fields)
+    assert len(made) == 2, "one for the trials, one for the seed"
+    assert len(captured) == len(set(captured))
+    losses(checkpoint_of("bert"), toy, tmp_path / "plain", **fields, engine=EngineConfig(cuda_graphs=False))
+    trials = [load_trial(tmp_path / name / "learning_rate.json") for name in ("graphs", "plain")]
+    assert trials[0] is not None
+    assert trials[1] is not None
+    assert trials[0].losses == pytest.approx(trials[1].losses, rel=1e-3)

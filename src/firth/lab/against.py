@@ -1,8 +1,12 @@
 """One question, one command: does this checkpoint beat another one, or random weights, on a task?
 
 `firth finetune CHECKPOINT ... --against scratch` fine-tunes two arms with the same examples, seeds and settings: first
-the other side, then the checkpoint. Their difference is tested over seeds and dev examples (`metrics.compare_seeds`).
-Each arm is an ordinary run in a folder of its own, so that an interrupted command resumes where it stopped.
+the other side, then the checkpoint. Their difference is tested over seeds and dev examples
+(`metrics.compare_seeds`). Each arm is an ordinary run in a folder of its own, so that an interrupted command resumes
+where it stopped.
+
+With `learning_rate: auto` each arm chooses among three rates by its own trials. Random weights and pretrained ones need
+different rates: with one rate for both, the comparison would also measure whom it suits. The effort is equal.
 """
 
 from __future__ import annotations
@@ -64,7 +68,7 @@ def finetune_against(
             second = replace(recipe, output_dir=str(folder / FINETUNED_FOLDER), baseline=str(first))
             results = {FINETUNED_FOLDER: run_arm(second, resume, allow_change)} | results
         report = write_comparison_report(folder, recipe, results)
-        names = ("output_dir", "mean", "std", "seeds", "from_scratch")
+        names = ("output_dir", "mean", "std", "seeds", "from_scratch", "learning_rate")
         against = {"checkpoint": other.checkpoint, **{name: results[first.name][name] for name in names}}
         result = results[FINETUNED_FOLDER] | {"against": against, "report": str(report)}
         write_results(folder / "results.json", result)
@@ -95,10 +99,13 @@ def write_comparison_report(folder: Path, recipe: FinetuneRecipe, results: Mappi
     columns, rows = arm_table(results)
     cells = [(name, *(format_metric(ours["metric"], score) for score in scores)) for name, *scores in rows]
     caption = f"Scores on {recipe.dev}. Both arms have the same examples, seeds and settings."
+    if ours["learning_rate_trial"]:
+        caption += " Each has chosen its learning rate by its own trials on train."
     page.add_table(columns, cells, caption)
     page.add_heading("Arms")
     starts = [recipe.checkpoint, "random weights" if other["from_scratch"] else "another checkpoint"]
     facts = zip(results.items(), starts, strict=True)
-    page.add_table(["arm", "starts from", "report"], [(name, start, r["report"]) for (name, r), start in facts])
+    rows = [(name, start, f"{r['learning_rate']:g}", r["report"]) for (name, r), start in facts]
+    page.add_table(["arm", "starts from", "learning rate", "report"], rows)
     page.save(folder / "report.html")
     return folder / "report.html"

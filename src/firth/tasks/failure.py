@@ -19,6 +19,7 @@ CONSTANT_LABEL_SHARE = 0.95  # of the examples: with more of one label, always p
 MIN_LOGGED_LOSSES = 10  # fewer do not show where the loss went
 RISE = 1.02  # last losses over first losses: above, the loss rose
 FALL = 0.95  # below, the loss was still falling when the run ended
+LEARNED = 0.5  # below, the model has learned its training examples
 FEW_STEPS = 200  # the shortest default run
 
 
@@ -38,6 +39,8 @@ def explain_failed_seed(
     course = f"the loss went from {first:.3f} to {last:.3f}"
     if last > RISE * first:
         return f"{course}: the learning rate of {recipe.learning_rate:g} is too high. Try {lower}"
+    if last < LEARNED * first:
+        return f"{course}, so it learned train, and dev does not follow: too few examples, or other labels in dev"
     if steps < FEW_STEPS or last < FALL * first:
         return (
             f"{course} in {format_count(steps, 'step')}: these are too few. Give more (--num-train-epochs, --max-steps)"
