@@ -58,9 +58,9 @@ SAME_LOSS_TOLERANCE = 0.01  # relative difference below which the smaller model 
 MAX_PARAMETERS_PER_TOKEN = 10
 MAX_EXTRAPOLATION = 4.0  # times the largest measured model, where no time limits the size
 MIN_RUN_STEPS = 50  # steps below which a size is not planned: the rate has hardly warmed up
-MAX_TIMED_SHAPES = 5
+MAX_TIMED_SHAPES = {"cpu": 5, "cuda": 3}  # on a GPU each is compiled first, up to a minute
 TIMED_TOKENS, MIN_TIMED_TOKENS = 2048, 256  # tokens of the smaller of two timed steps; the second for slow models
-MAX_TIMING_SECONDS = 20.0  # of one size, about: slower ones are timed with shorter steps
+MAX_TIMING_SECONDS, MAX_TIMING_SHARE = 20.0, 0.02  # of one size, about, and of the minutes: else with shorter steps
 TIMING_STEPS = 12  # as long as the smaller step, in all: traced and timed ones
 TIMED_STEPS = 2  # the fastest counts
 ACTIVATION_BYTES = 64  # per layer, unit of width and token, where no step is traced: 16 numbers in float32
@@ -260,7 +260,8 @@ class Planner:
     def timed_rows(self, name: str, recipe: Recipe) -> int:
         """Return the rows of the smaller of two timed steps: fewer for slow models."""
         seconds = TIMING_STEPS * TIMED_TOKENS / recipe.max_seq_length * self.costs_of(name, recipe).row_seconds
-        tokens = TIMED_TOKENS * min(1.0, MAX_TIMING_SECONDS / seconds)
+        limit = min(MAX_TIMING_SECONDS, MAX_TIMING_SHARE * 60 * (recipe.minutes or math.inf))
+        tokens = TIMED_TOKENS * min(1.0, limit / seconds)
         return max(1, round(max(tokens, MIN_TIMED_TOKENS) / recipe.max_seq_length))
 
     def time_costs(self, name: str, recipe: Recipe) -> StepCosts:
@@ -408,7 +409,8 @@ class Planner:
                 index = names.index(chosen.name)
                 around = [name for name in names[max(index - 1, 0) : index + 2] if name in runs]
                 untimed = [name for name in (chosen.name, *around) if name not in self.costs]
-                if not times_steps or not untimed or len(self.costs) >= MAX_TIMED_SHAPES:
+                most = MAX_TIMED_SHAPES[self.device(chosen.recipe).type]
+                if not times_steps or not untimed or len(self.costs) >= most:
                     break
                 self.time(untimed[0], runs[untimed[0]])
         others = {names.index(name) - index: runs[name] for name in around}
@@ -437,7 +439,8 @@ class Planner:
 
     def time(self, name: str, run: PlannedRun) -> None:
         """Time the steps of a size, and keep the ratio to the estimate."""
-        say(f"timing some steps of {name} ({run.parameters / 1e6:,.1f}M parameters)")
+        compiled = ", compiled" if self.device(run.recipe).type == "cuda" else ""
+        say(f"timing some steps of {name} ({run.parameters / 1e6:,.1f}M parameters{compiled})")
         self.costs[name] = costs = self.time_costs(name, run.recipe)
         estimated = self.estimate_costs(name, run.recipe)
         self.corrections[run.recipe.model.dim] = costs.row_seconds / estimated.row_seconds
