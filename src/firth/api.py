@@ -1436,6 +1436,7 @@ def generate(
     prompt: str | Sequence[str],
     chat: bool | None = None,
     bf16: bool = False,
+    draft: str | Path | Model | None = None,
     **settings: Any,
 ) -> str | list[str]:
     """Continue a prompt, or several. `settings` are fields of `GenerationConfig`: temperature=0.8.
@@ -1443,7 +1444,8 @@ def generate(
     One prompt gives a text; several, or num_return_sequences above 1, give a list. A checkpoint that was fine-tuned to
     answer gets the prompt in the format of its training, and returns the answer alone, with the length and the beams
     that it was scored with. `chat` puts the prompt into the chat template as a user's message. A checkpoint is computed
-    on the GPU where there is one, with `bf16` in bfloat16; a model stays where it is.
+    on the GPU where there is one, with `bf16` in bfloat16; a model stays where it is. `draft` is a smaller model with
+    the same tokenizer that proposes tokens (speculative decoding): the same greedy text, or the same distribution.
 
     `json_schema`, `regex`, `choices` or `grammar` give structured output: the text alone, without the prompt.
     """
@@ -1452,7 +1454,7 @@ def generate(
         results = generate_with_ngram(checkpoint, prompts, settings)
     else:
         model, encoded, defaults = load_for_generation(checkpoint, prompts, chat, bf16)
-        results = generate_in_batches(model, encoded, defaults | settings)
+        results = generate_in_batches(model, encoded, defaults | settings, load_draft(draft, bf16))
     texts = [result["text"] for result in results]
     return texts[0] if isinstance(prompt, str) and len(texts) == 1 else texts
 
@@ -1491,6 +1493,13 @@ def move_for_generation(model: Model, bf16: bool = False) -> Model:
     return model.to("cuda" if torch.cuda.is_available() else "cpu", torch.bfloat16 if bf16 else None)
 
 
+def load_draft(draft: str | Path | Model | None, bf16: bool = False) -> Model | None:
+    """Load the draft model of speculative decoding."""
+    from firth.models import load_model
+
+    return move_for_generation(load_model(draft), bf16) if isinstance(draft, str | Path) else draft
+
+
 def with_structured_length(model: Model, settings: Mapping[str, Any]) -> dict[str, Any]:
     """Return generation settings, in which structured output has a length that suits it unless one is given."""
     from firth.generate.text import default_structured_tokens
@@ -1500,7 +1509,7 @@ def with_structured_length(model: Model, settings: Mapping[str, Any]) -> dict[st
 
 
 def generate_in_batches(
-    model: Model, prompts: Sequence[str | list[int]], settings: Mapping[str, Any]
+    model: Model, prompts: Sequence[str | list[int]], settings: Mapping[str, Any], draft: Model | None = None
 ) -> list[dict[str, Any]]:
     """Run `generate_results` on all prompts, a batch at a time.
 
@@ -1517,7 +1526,7 @@ def generate_in_batches(
     with progress("generating", "texts", len(prompts) * config.num_return_sequences) as shown:
         for first in range(0, len(prompts), size):
             part = prompts[first : first + size]
-            results += generate_results(model, part, config, first_prompt=first, on_finished=shown.advance)
+            results += generate_results(model, part, config, first_prompt=first, on_finished=shown.advance, draft=draft)
     if problem := describe_incomplete(results, config):
         warn(problem)
     return results

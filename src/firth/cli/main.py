@@ -377,6 +377,7 @@ def generate(
     chat: bool | None = None,
     stream: bool | None = None,
     bf16: bool = False,
+    draft: str | None = None,
     **settings: Any,
 ) -> None:
     """Continue a prompt (decoder), or answer it (encoder-decoder, or a model fine-tuned to answer)."""
@@ -398,9 +399,11 @@ def generate(
     settings = defaults | settings
     single = len(texts) == 1 and settings.get("num_beams", 1) == settings.get("num_return_sequences", 1) == 1
     if stream is None:
-        stream = single and not json and not constraint and sys.stdout.isatty()
+        stream = single and not json and not constraint and draft is None and sys.stdout.isatty()
+    if stream and draft is not None:
+        raise UserError("--stream prints tokens one by one, and --draft makes several at once: choose one.")
     if not stream:
-        results = api.generate_in_batches(model, encoded, settings)
+        results = api.generate_in_batches(model, encoded, settings, api.load_draft(draft, bf16))
         render.print_generated_texts(results, json)
         if not all(result.get("complete", True) for result in results):
             raise typer.Exit(1)

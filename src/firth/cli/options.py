@@ -812,6 +812,9 @@ class GenerateOptions(JsonOptions):
     )
     stream: bool | None = option(None, "Print tokens as they come. Default: on for one text on a terminal.")
     bf16: bool = option(False, "Compute in bfloat16: faster on a GPU, with rounded weights.")
+    draft: str | None = option(
+        None, "Let a smaller model with the same tokenizer propose tokens (speculative decoding).", "CHECKPOINT"
+    )
 
 
 @dataclass(kw_only=True)

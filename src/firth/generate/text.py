@@ -11,6 +11,7 @@ from firth.generate.config import GenerationConfig, make_generation_config
 from firth.generate.constraint import Constraint
 from firth.generate.decode_state import check_can_generate, require_tokenizer
 from firth.generate.loop import GeneratedSequence, generate_sequences, iterate_new_ids, model_constraint
+from firth.generate.speculative import generate_speculative
 from firth.models import EncoderDecoder, Model, make_prompt_suffix, make_sequence_template
 from firth.tokens import TokenIds
 
@@ -44,6 +45,7 @@ def generate_results(
     use_cache: bool = True,
     first_prompt: int = 0,
     on_finished: Callable[[int], None] | None = None,
+    draft: Model | None = None,
     **options: Any,
 ) -> list[dict[str, Any]]:
     """Return one JSON-ready dict per generated text.
@@ -52,11 +54,11 @@ def generate_results(
     `logprobs`, `score` and `finished` are those of `GeneratedSequence`. Structured output has no prompt in `text`; it
     has `complete`, false for a text that was cut, and `value`, the JSON value or the text, None if it was cut.
     `first_prompt` is the index of the first prompt, where these are a part of more: samples depend on it. `on_finished`
-    is called with the number of texts that have ended since.
+    is called with the number of texts that have ended since. `draft` proposes tokens (`speculative.py`).
     """
     generation_config = make_generation_config(generation_config, options)
     prompt_texts, sequences = generate_prompt_texts(
-        model, prompts, generation_config, use_cache, True, first_prompt, on_finished
+        model, prompts, generation_config, use_cache, True, first_prompt, on_finished, draft
     )
     return [
         {
@@ -137,13 +139,16 @@ def generate_prompt_texts(
     logprobs: bool,
     first_prompt: int = 0,
     on_finished: Callable[[int], None] | None = None,
+    draft: Model | None = None,
 ) -> tuple[list[PromptText], list[GeneratedSequence]]:
     prompt_texts = make_prompt_texts(model, prompts, generation_config)
     stop_fn = (lambda i, ids: prompt_texts[i].has_stop_string(ids)) if generation_config.stop else None
     input_ids = [p.input_ids for p in prompt_texts]
     first_row = first_prompt * generation_config.num_return_sequences
-    sequences = generate_sequences(
-        model, input_ids, generation_config, use_cache, stop_fn, logprobs, first_row, on_finished
+    sequences = (
+        generate_sequences(model, input_ids, generation_config, use_cache, stop_fn, logprobs, first_row, on_finished)
+        if draft is None
+        else generate_speculative(model, draft, input_ids, generation_config, stop_fn, first_row, on_finished)[0]
     )
     return [p for p in prompt_texts for _ in range(generation_config.num_return_sequences)], sequences
 

@@ -44,15 +44,16 @@ class LayerKVCache:
         self.k[:, :, :T], self.v[:, :, :T] = k_BGTd, v_BGTd
         return k_BGTd, v_BGTd
 
-    def append(self, k_BG1d: Tensor, v_BG1d: Tensor) -> tuple[Tensor, Tensor]:
-        """Store one position of each row, and return all."""
-        width, position_B = self.cache.max_row_length, self.cache.next_position_B
+    def append(self, k_BGTd: Tensor, v_BGTd: Tensor) -> tuple[Tensor, Tensor]:
+        """Store the next positions of each row, one unless all rows have the same length, and return all."""
+        width, position_B, T = self.cache.max_row_length, self.cache.next_position_B, k_BGTd.shape[2]
         if self.cache.has_equal_lengths:
-            self.k[:, :, width : width + 1], self.v[:, :, width : width + 1] = k_BG1d, v_BG1d
+            self.k[:, :, width : width + T], self.v[:, :, width : width + T] = k_BGTd, v_BGTd
         else:
+            assert T == 1
             row_B = torch.arange(len(position_B), device=position_B.device)
-            self.k[row_B, :, position_B], self.v[row_B, :, position_B] = k_BG1d[:, :, 0], v_BG1d[:, :, 0]
-        S = self.cache.num_keys
+            self.k[row_B, :, position_B], self.v[row_B, :, position_B] = k_BGTd[:, :, 0], v_BGTd[:, :, 0]
+        S = self.cache.num_keys(T)
         return self.k[:, :, :S], self.v[:, :, :S]
 
     def grow(self, size: int) -> None:
@@ -74,9 +75,9 @@ class KVCache:
         self.cross_kv: list[KeyValues | None] = [None for _ in stack.layers]
         self.cross_spec = AttentionSpec()
 
-    @property
-    def num_keys(self) -> int:
-        return self.size if self.is_static else self.max_row_length + 1
+    def num_keys(self, num_new: int) -> int:
+        """Return the number of keys that `num_new` new tokens of each row attend to."""
+        return self.size if self.is_static else self.max_row_length + num_new
 
     def prefill(
         self,
@@ -104,9 +105,12 @@ class KVCache:
         specs = self.stack.attention_specs(x_BTD, document_ids, attention_rank)
         return self.run_blocks(x_BTD, specs, [layer.prefill for layer in self.layers])
 
-    def decode_step(self, x_B1D: Tensor) -> Tensor:
-        """Return the hidden states (B, 1, D) of each row's next token; call `advance` afterwards."""
-        return self.run_blocks(x_B1D, self.decode_specs(x_B1D), [layer.append for layer in self.layers])
+    def decode_step(self, x_BTD: Tensor) -> Tensor:
+        """Return the hidden states (B, T, D) of each row's next T tokens; call `advance` afterwards.
+
+        T is 1, unless all rows have the same length (speculative decoding).
+        """
+        return self.run_blocks(x_BTD, self.decode_specs(x_BTD), [layer.append for layer in self.layers])
 
     def advance(self, num_positions: int = 1) -> None:
         """Move on to the next position; -1 moves back."""
@@ -146,34 +150,36 @@ class KVCache:
             self.stack.keep_skip(i, x, skips)
         return self.stack.apply_final_norm(x)
 
-    def decode_specs(self, x_B1D: Tensor) -> tuple[AttentionSpec, AttentionSpec]:
-        """Return the specs of each row's new token, in global and in sliding-window layers."""
-        config = self.stack.config
+    def decode_specs(self, x_BTD: Tensor) -> tuple[AttentionSpec, AttentionSpec]:
+        """Return the specs of each row's new tokens, in global and in sliding-window layers."""
+        config, T = self.stack.config, x_BTD.shape[1]
         position_B = self.next_position_B[:1] if self.has_equal_lengths else self.next_position_B
-        distance_BS = position_B[:, None] - torch.arange(self.num_keys, device=x_B1D.device)  # from the token to key s
-        written_BS = None if self.has_equal_lengths else distance_BS >= 0  # later keys are padding or not written yet
-        bias = (
-            None
-            if self.distance_bias is None
-            else self.distance_bias[:, distance_BS.clamp(min=0)].transpose(0, 1)[:, :, None]
-        )
-        relative = distance_BS if isinstance(config.position, Shaw) else None
+        position_BT = position_B[:, None] + torch.arange(T, device=x_BTD.device)
+        key_S = torch.arange(self.num_keys(T), device=x_BTD.device)
+        distance_BTS = position_BT[:, :, None] - key_S  # from the token to key s
+        # later keys are padding or not written yet
+        written_BTS = None if self.has_equal_lengths and T == 1 else distance_BTS >= 0
+        bias = None if self.distance_bias is None else self.distance_bias[:, distance_BTS.clamp(min=0)].transpose(0, 1)
+        relative = None
+        if isinstance(config.position, Shaw):
+            assert T == 1, "Shaw's positions are those of one token"
+            relative = distance_BTS[:, 0]
 
-        def make_spec(visible_BS: Tensor | None, is_local: bool) -> AttentionSpec:
-            mask = None if visible_BS is None else visible_BS[:, None, None]
+        def make_spec(visible_BTS: Tensor | None, is_local: bool) -> AttentionSpec:
+            mask = None if visible_BTS is None else visible_BTS[:, None]
             masked = bias if mask is None or bias is None else bias.masked_fill(~mask, float("-inf"))
             return AttentionSpec(
                 mask=mask,
                 masked_bias=masked,
                 relative_positions=relative,
-                rope=make_rope(config, position_B[:, None], x_B1D, is_local),
+                rope=make_rope(config, position_BT, x_BTD, is_local),
             )
 
-        global_spec = make_spec(written_BS, is_local=False)
+        global_spec = make_spec(written_BTS, is_local=False)
         if config.window is None:
             return global_spec, global_spec
-        near_BS = distance_BS <= config.window.size // 2
-        return global_spec, make_spec(near_BS if written_BS is None else near_BS & written_BS, is_local=True)
+        near_BTS = distance_BTS <= config.window.size // 2
+        return global_spec, make_spec(near_BTS if written_BTS is None else near_BTS & written_BTS, is_local=True)
 
     def bias_by_distance(self) -> Tensor | None:
         """Return (H, S): the position bias of keys 0, 1, ... positions back, or None."""
