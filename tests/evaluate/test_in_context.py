@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 from collections import Counter
 from pathlib import Path
@@ -355,6 +356,16 @@ def test_evaluate_scores_labels_in_context(saved: Any, tmp_path: Path, capsys: p
         api.evaluate(saved("gpt2"), "classify", data=dev, shots=0, stride=4)
 
 
+def test_a_tie_is_wrong(saved: Any, tmp_path: Path) -> None:
+    """Two labels that the tokenizer does not know are the same to the model."""
+    dev = write_rows(tmp_path / "dev.jsonl", [Example(i, (f"The cat {i}",), "☃★"[i % 2]) for i in range(4)])
+    result = api.evaluate(saved("bert"), "classify", data=dev, shots=0, template=TEMPLATE, output_dir=tmp_path / "out")
+    assert result["metrics"]["accuracy"] == 0
+    assert result["at_chance"]["accuracy"]
+    lines = Path(result["predictions"]).read_text().splitlines()
+    assert [json.loads(line)["prediction"] for line in lines] == [None] * 4
+
+
 # --- induction --------------------------------------------------------------------------------------------------------
 
 
@@ -414,3 +425,24 @@ def test_evaluate_induction_needs_no_data(saved: Any, tmp_path: Path) -> None:
         api.evaluate(saved("gpt2"), "induction", data="x.txt")
     with pytest.raises(UserError, match="give a larger --max-seq-length"):
         api.evaluate(saved("gpt2"), "induction", max_seq_length=6)
+
+
+@pytest.mark.slow
+def test_a_decoder_that_learned_to_copy_has_induction(untrained: Any) -> None:
+    """Trained on repeated random rows: the second copy costs little, and other rows get no gain."""
+    model = copy.deepcopy(untrained("gpt2")).train()
+    ids, rng = model.tokenizer.vocab.non_special_ids, np.random.default_rng(2)
+    bos = make_scorer(model).template.prefix_ids
+    optimizer = torch.optim.AdamW(model.parameters(), 3e-3)
+    for _ in range(1500):
+        half = rng.choice(ids[:40], (32, 11))
+        rows = torch.tensor(np.concatenate([np.full((32, 1), bos[0]), half, half], 1))
+        loss = F.cross_entropy(model(rows).logits[:, :-1].flatten(0, 1), rows[:, 1:].flatten())
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+    scorer = make_scorer(model.eval())
+    rows = np.random.default_rng(3).choice(ids[:40], (32, 11)).tolist()
+    losses = copy_losses(scorer, rows, rows)
+    assert losses.repeated[:, 1:].mean() < 0.5 * losses.unrepeated[:, 1:].mean()
+    assert losses.is_copied[:, 1:].mean() > 0.5

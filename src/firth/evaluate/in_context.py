@@ -140,7 +140,7 @@ def evaluate_in_context(
     task: str,
     examples: Sequence[Example],
     shots: int = 0,
-    template: Sequence[str] = (),
+    template: str | Sequence[str] = (),
     train: Sequence[Example] = (),
     seeds: int = DEFAULT_SEEDS,
     verbalizer: Mapping[str, str] | None = None,
@@ -157,6 +157,7 @@ def evaluate_in_context(
     scorer = make_scorer(checkpoint, **settings)
     pool, num_known = exclude_queries(train, examples)
     check_shots(shots, len(pool), num_known, random_labels)
+    template = [template] if isinstance(template, str) else template
     labelled = LabelledTask(task, examples, train, verbalizer or {})
     templates = choose_templates(scorer, task, template)
     runs = [

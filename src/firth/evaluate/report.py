@@ -14,7 +14,7 @@ from firth.core.files import MODEL_CARD_FILE, read_object, read_utf8, read_yaml
 from firth.core.html import HtmlPage, make_axes, plot_loss_curve
 from firth.core.parse import parse_yaml
 from firth.evaluate.card import write_model_card
-from firth.evaluate.examples_page import CLASS_TASKS, add_examples
+from firth.evaluate.examples_page import CLASS_TASKS, NO_LABEL, add_examples
 from firth.metrics import ClassMetrics, format_metric, mean_and_std, per_class_metrics, per_type_metrics
 from firth.metrics.tagging import are_span_tags
 from firth.tasks import Prediction, read_predictions
@@ -232,7 +232,8 @@ def add_prediction_sections(
 def add_class_and_mistake_sections(page: HtmlPage, task: str, pairs: Sequence[tuple[Example, Prediction]]) -> None:
     labelled = [(e, p) for e, p in pairs if e.target is not None]
     if labelled and task in CLASS_TASKS:
-        add_class_section(page, [p.prediction for _, p in labelled], [e.target for e, _ in labelled])
+        predicted = [NO_LABEL if p.prediction is None else p.prediction for _, p in labelled]  # None: a tie
+        add_class_section(page, predicted, [e.target for e, _ in labelled])
     if labelled and task == "tag":
         add_type_section(page, [p.prediction for _, p in labelled], [e.target for e, _ in labelled])
     add_examples(page, task, pairs)
