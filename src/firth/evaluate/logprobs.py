@@ -13,7 +13,6 @@ B rows, T positions, K target positions of a row, N target positions of a batch,
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from itertools import islice
 from typing import NamedTuple
 
 import numpy as np
@@ -26,7 +25,7 @@ from firth.models.heads import LMHeadModule
 from firth.objectives import IGNORE_INDEX, Batch
 
 EVAL_BATCH_TOKENS = 8192  # tokens per batch, with padding
-CHUNK_QUERIES = 2048  # queries that are sorted by length together
+CHUNK_QUERIES, CHUNK_BATCHES = 2048, 32  # queries that are sorted by length together, at most
 MAX_LOGITS_ELEMENTS = 2**24  # logits held at once: 64 MB of float32
 QueryKey = tuple[tuple[int, ...] | None, ...]
 
@@ -60,7 +59,7 @@ def compute_logprobs(
     """
     stream, previous = iter(queries), dict[QueryKey, TokenLogprobs]()
     with eval_mode(model):
-        while chunk := list(islice(stream, CHUNK_QUERIES)):
+        while chunk := take_chunk(stream, CHUNK_BATCHES * batch_tokens):
             unique = {query_key(query): query for query in chunk}
             results = {key: previous[key] for key in unique if key in previous}  # a pair can span two chunks
             new = [(key, query) for key, query in unique.items() if key not in results]
@@ -71,6 +70,18 @@ def compute_logprobs(
                     results |= {new[k][0]: part for k, part in rows[i].split(one)}
             yield from ((query, results[query_key(query)]) for query in chunk)
             previous = results
+
+
+def take_chunk(stream: Iterator[LogprobQuery], max_tokens: int) -> list[LogprobQuery]:
+    """The next queries, up to `CHUNK_QUERIES` or `max_tokens`: results of long rows must come now and then, too."""
+    chunk: list[LogprobQuery] = []
+    num_tokens = 0
+    for query in stream:
+        chunk.append(query)
+        num_tokens += len(query.input_ids) + len(query.decoder_input_ids or ())
+        if len(chunk) == CHUNK_QUERIES or num_tokens >= max_tokens:
+            break
+    return chunk
 
 
 class SharedRow(NamedTuple):
