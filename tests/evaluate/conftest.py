@@ -11,13 +11,14 @@ import torch
 
 from firth.models import Model, ModelConfig, make_model
 from firth.models.config import LearnedPosition
-from firth.models.presets import bart, bert, gpt2, t5_v1_1
+from firth.models.presets import bart, bert, gpt2, llama, t5_v1_1
 from firth.tokens import Tokenizer, train_tokenizer
 
 LENGTH = 24
 FAMILIES: dict[str, tuple[str, Callable[[int], ModelConfig]]] = {
     "bert": ("wordpiece", lambda size: bert(2, 32, 2, size, position=LearnedPosition(LENGTH))),
     "gpt2": ("byte-bpe", lambda size: gpt2(2, 32, 2, size, position=LearnedPosition(LENGTH))),
+    "llama": ("byte-bpe", lambda size: llama(2, 32, 2, 48, size)),
     "bart": ("byte-bpe", lambda size: bart(2, 32, 2, size)),
     "t5": ("unigram", lambda size: t5_v1_1(2, 32, 2, 48, size)),
 }

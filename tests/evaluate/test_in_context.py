@@ -15,6 +15,7 @@ import torch.nn.functional as F
 
 from firth import api
 from firth.core.errors import UserError
+from firth.evaluate import logprobs
 from firth.evaluate.cloze import evaluate_choice
 from firth.evaluate.in_context import (
     CONTENT_FREE_INPUTS,
@@ -103,6 +104,33 @@ def test_labels_of_one_token_cost_one_row(untrained: Any, monkeypatch: pytest.Mo
     found = [float(one.logprobs.sum()) for _, one in compute_logprobs(untrained("gpt2"), queries)]
     assert len(rows) == 1
     assert len(set(found)) == 4
+
+
+@pytest.mark.parametrize("family", ["gpt2", "llama"])
+def test_a_common_beginning_is_computed_once(
+    family: str, untrained: Any, tokenizers: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Labels of several tokens after prompts of several lengths: as when each row is computed alone."""
+    monkeypatch.setattr("firth.evaluate.logprobs.MIN_PREFIX_TOKENS", 4)
+    model = untrained(family)
+    rng, lengths = np.random.default_rng(0), []
+    ids = model.tokenizer.vocab.non_special_ids
+    queries = []
+    for length in (5, 9, 12):
+        prompt = rng.choice(ids, length).tolist()
+        for size in (1, 1, 2, 3, 4):
+            label = rng.choice(ids, size).tolist()
+            row = [*prompt, *label[:-1]]
+            queries.append(LogprobQuery(row, list(range(length - 1, len(row))), label))
+    queries.append(LogprobQuery(rng.choice(ids, 20).tolist(), [3], [int(ids[0])]))
+    batches = logprobs.score_group_batch
+    monkeypatch.setattr(logprobs, "score_group_batch", lambda *a: lengths.append(len(a[1])) or batches(*a))
+    for query, found in compute_logprobs(model, queries, batch_tokens=100):
+        (alone,) = score_query_batch(model, [query])
+        np.testing.assert_allclose(found.logprobs, alone.logprobs, atol=1e-4)
+        assert found.top_ids.tolist() == alone.top_ids.tolist()
+    assert sum(lengths) == 3
+    assert len(lengths) > 1, "several batches"
 
 
 # --- likelihoods ------------------------------------------------------------------------------------------------------

@@ -6,6 +6,8 @@ the logits of a batch are never held at once.
 
 Queries with the same input, such as the labels of one prompt, become one row with several labels at a position. In a
 causal decoder no position sees a later one, so an input that is the beginning of another one needs no row of its own.
+Labels of several tokens differ only in the last tokens of their rows: the long beginning is computed once, and a KV
+cache of it is copied to each of them (`score_prefix_groups`).
 
 B rows, T positions, K target positions of a row, N target positions of a batch, D model width.
 """
@@ -19,14 +21,17 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from firth.generate.decode_state import eval_mode, pad_right
+from firth.generate.decode_state import CachedDecode, eval_mode, get_mask_ids, pad_right, require_tokenizer
 from firth.models import Model
 from firth.models.heads import LMHeadModule
+from firth.models.kv_cache import can_cache
 from firth.objectives import IGNORE_INDEX, Batch
 
 EVAL_BATCH_TOKENS = 8192  # tokens per batch, with padding
 CHUNK_QUERIES, CHUNK_BATCHES = 2048, 32  # queries that are sorted by length together, at most
 MAX_LOGITS_ELEMENTS = 2**24  # logits held at once: 64 MB of float32
+MIN_PREFIX_TOKENS = 64  # a shorter common beginning does not repay the steps after it
+MAX_TAIL_TOKENS = 8  # tokens after a common beginning, one step each
 QueryKey = tuple[tuple[int, ...] | None, ...]
 
 
@@ -64,6 +69,10 @@ def compute_logprobs(
             results = {key: previous[key] for key in unique if key in previous}  # a pair can span two chunks
             new = [(key, query) for key, query in unique.items() if key not in results]
             rows = merge_shared_inputs([query for _, query in new], model.config.architecture == "decoder")
+            rows, grouped = take_prefix_groups(model, rows)
+            for group_rows, scored in score_prefix_groups(model, grouped, batch_tokens):
+                for row, one in zip(group_rows, scored, strict=True):
+                    results |= {new[k][0]: part for k, part in row.split(one)}
             for indices in batch_queries_by_length([row.query for row in rows], batch_tokens):
                 scored = score_query_batch(model, [rows[i].query for i in indices])
                 for i, one in zip(indices, scored, strict=True):
@@ -152,6 +161,97 @@ def input_key(query: LogprobQuery, is_causal: bool) -> InputKey:
         return InputKey((*map(tuple, fixed), tuple(query.input_ids)), ids, True)
     ids = np.array(query.input_ids, dtype=">u4").tobytes()
     return InputKey(tuple(map(tuple, fixed)), ids, is_causal and query.attention_rank is None)
+
+
+class PrefixGroup(NamedTuple):
+    """Rows that begin with the same `num_shared` tokens and are scored after them."""
+
+    rows: list[SharedRow]
+    num_shared: int
+
+    @property
+    def num_tail(self) -> int:
+        return max(len(row.query.input_ids) for row in self.rows) - self.num_shared
+
+
+def take_prefix_groups(model: Model, rows: Sequence[SharedRow]) -> tuple[list[SharedRow], list[PrefixGroup]]:
+    """Split rows, which are sorted, into single ones and groups with a long common beginning."""
+    config, tokenizer = model.config, require_tokenizer(model)
+    is_plain = config.architecture == "decoder" and can_cache(config) and not get_mask_ids(model)
+    if not is_plain or config.vocab_size != tokenizer.vocab.size:  # `CachedDecode` drops logits of padding
+        return list(rows), []
+    single, groups = [], []
+    group: list[SharedRow] = []
+    for row in (*rows, None):
+        if row is not None and shared_tokens([*group, row]):
+            group.append(row)
+            continue
+        if len(group) > 1:
+            groups.append(PrefixGroup(group, shared_tokens(group)))
+        else:
+            single += group
+        group = [] if row is None else [row]
+    return single, groups
+
+
+def shared_tokens(rows: Sequence[SharedRow]) -> int:
+    """Tokens of the common beginning of sorted rows; 0 if it is short, or if much comes after it."""
+    first, last = rows[0].query, rows[-1].query  # of sorted rows, the outer ones differ first
+    if any(row.query.attention_rank is not None for row in rows):
+        return 0
+    size = min(len(first.input_ids), len(last.input_ids))
+    equal = np.array(first.input_ids[:size]) == np.array(last.input_ids[:size])
+    num = size if equal.all() else int(equal.argmin())
+    num = min(num, 1 + min(position for row in rows for position in row.query.target_positions))
+    tail = max(len(row.query.input_ids) for row in rows) - num
+    return num if num >= MIN_PREFIX_TOKENS and tail <= MAX_TAIL_TOKENS else 0
+
+
+@torch.no_grad()
+def score_prefix_groups(
+    model: Model, groups: Sequence[PrefixGroup], batch_tokens: int
+) -> Iterator[tuple[list[SharedRow], list[TokenLogprobs]]]:
+    """Run each common beginning once, then the tails of all its rows token by token; yield rows with their results."""
+    order = sorted(groups, key=lambda group: -group.num_shared)
+    while order:
+        length = order[0].num_shared + MAX_TAIL_TOKENS
+        rows = np.cumsum([len(group.rows) for group in order])
+        num = max(1, int(np.searchsorted(rows, batch_tokens // length, side="right")))
+        batch, order = order[:num], order[num:]
+        yield [row for group in batch for row in group.rows], score_group_batch(model, batch)
+
+
+def score_group_batch(model: Model, groups: Sequence[PrefixGroup]) -> list[TokenLogprobs]:
+    """The log-probabilities of the rows of these groups."""
+    rows = [(row.query, group.num_shared) for group in groups for row in group.rows]
+    num_tail = max(group.num_tail for group in groups)
+    state = CachedDecode(model, [group.rows[0].query.input_ids[: group.num_shared] for group in groups], num_tail)
+    logits_BV = state.prefill()
+    row_B = torch.arange(len(groups)).repeat_interleave(torch.tensor([len(group.rows) for group in groups]))
+    row_B = row_B.to(logits_BV.device)
+    state.select_rows(row_B)
+    logits_BV, pad = logits_BV[row_B], get_pad_token_id(model)
+    found = [TokenLogprobs(np.zeros(len(query.labels)), np.zeros(len(query.labels), np.int64)) for query, _ in rows]
+    for step in range(num_tail + 1):
+        targets = [
+            (i, k, query.labels[k])
+            for i, (query, first) in enumerate(rows)
+            for k, position in enumerate(query.target_positions)
+            if position == first - 1 + step
+        ]
+        if targets:
+            at_N, label_N = (torch.tensor([target[x] for target in targets], device=logits_BV.device) for x in (0, 2))
+            logits_BV = logits_BV.float()
+            logp_N = logits_BV[at_N, label_N].double() - logits_BV.double().logsumexp(1)[at_N]
+            best_N = logits_BV.argmax(1)[at_N]
+            for (i, k, _), value, best in zip(targets, logp_N.tolist(), best_N.tolist(), strict=True):
+                found[i].logprobs[k], found[i].top_ids[k] = value, best
+        if step < num_tail:
+            next_ids = [
+                query.input_ids[first + step] if first + step < len(query.input_ids) else pad for query, first in rows
+            ]
+            logits_BV = state.decode_step(torch.tensor(next_ids, device=logits_BV.device))
+    return found
 
 
 def query_key(query: LogprobQuery) -> QueryKey:
