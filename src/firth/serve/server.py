@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 GRACE_S = 3.5  # for running requests after a signal; the process exits within 5 seconds
 MAX_CONNECTIONS = 1000
-KEEP_ALIVE_S = 5
+KEEP_ALIVE_S = 65  # longer than clients keep a connection: else it may close while a client begins to write
 
 
 def serve(checkpoints: Sequence[str], config: ServeConfig) -> None:
