@@ -84,6 +84,7 @@ from firth.tokens import (
 from firth.tokens import prepare as prepare_shards
 from firth.tokens.checkup import SAMPLE_CHARS
 from firth.tokens.prepare import digest_documents
+from firth.tokens.shard_writer import remove_finished_journal
 from firth.tokens.shards import find_shard_damage, remember_verified
 from firth.train.clock import RunClock
 from firth.train.launch_env import require_single_process, silence_other_ranks
@@ -737,6 +738,8 @@ class DataSource(NamedTuple):
         missing = [
             name for name, path in made.items() if not is_shards_folder(path) or find_shard_damage(path) is not None
         ]
+        for name in made.keys() - missing:
+            remove_finished_journal(made[name])
         if missing:
             tokenizer = self.tokenizer or train_run_tokenizer(folder, self.corpus, *self.new_tokenizer_args)
             if self.data_options.add_words:

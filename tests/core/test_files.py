@@ -244,6 +244,12 @@ def test_overwrite_does_not_believe_a_foreign_manifest(name: str, tmp_path: Path
     assert (folder / "thesis.txt").read_text() == "mine"
 
 
+def test_half_a_note_that_shards_were_verified_is_no_users_file(tmp_path: Path) -> None:
+    make(tmp_path / "run")
+    (tmp_path / "run" / "..verified.json.tmp").write_text("{")
+    check_output_folder(tmp_path / "run", "--output-dir", overwrite=True)
+
+
 def test_overwrite_keeps_what_a_user_added_or_changed(tmp_path: Path) -> None:
     def check(kind: str = "model") -> None:
         check_output_folder(tmp_path / "run", "--output-dir", overwrite=True, kind=kind)

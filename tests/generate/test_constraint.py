@@ -18,7 +18,7 @@ from firth import api
 from firth.core.errors import UserError
 from firth.generate import GenerationConfig, generate_results, stream_text
 from firth.generate.constraint import Constraint, make_constraint
-from firth.generate.grammar import read_grammar
+from firth.generate.grammar import import_llguidance, read_grammar
 from firth.models import Model, ModelConfig, get_eos_token_ids, make_model
 from firth.models.config import LearnedPosition
 from firth.models.presets import bart, gpt2, llama, t5_v1_1
@@ -345,3 +345,9 @@ def test_eos_of_every_model(models: dict[str, Model]) -> None:
         for token in model.tokenizer.encode("fox"):
             row.accept(token)
         assert row.permitted()[list(eos_ids)].all()
+
+
+def test_an_old_llguidance_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("firth.generate.grammar.version", lambda name: "1.6.1")
+    with pytest.raises(UserError, match=r"newer llguidance than 1\.6\.1"):
+        import_llguidance()

@@ -22,7 +22,7 @@ from firth.models.electra import (
     sample_generator_tokens,
     scatter_tokens,
 )
-from firth.models.presets import bert, electra
+from firth.models.presets import PRESETS, bert, electra
 from firth.objectives.batch import Batch
 
 V, MASK, PAD = 30, 4, 0
@@ -155,6 +155,14 @@ def test_the_generator_is_narrower_and_as_deep() -> None:
     odd = make_generator_model_config(bert(1, 30, 3, mlp=MLPConfig(10), extras=(GeneratorConfig(0.9),)))
     assert (odd.dim, odd.num_heads) == (28, 2)
     assert replace(odd, head=LMHead(transform=True)).problems() == []
+
+
+def test_a_generator_has_no_head_that_extends_embeddings() -> None:
+    config = replace(PRESETS["electra-tiny"], extras=(GeneratorConfig(),))
+    assert isinstance(config.head, LMHead)
+    (wrong,) = replace(config, head=replace(config.head, extends_embeddings=True)).problems()
+    assert "extends_embeddings cannot go with a generator" in wrong
+    assert "num_bigram_buckets is -1" in replace(config, num_bigram_buckets=-1).problems()[0]
 
 
 def test_logits_come_from_the_generator_and_states_from_the_backbone() -> None:

@@ -1094,6 +1094,7 @@ def test_labels_missing_from_dev_are_reported(
         ({"lora_rank": 2, "freeze": "backbone"}, "LoRA freezes all weights itself"),
         ({"unfreeze_every": 5, "freeze": "backbone"}, "choose one"),
         ({"num_train_epochs": -1.0, "max_steps": 0}, "num_train_epochs must be more than 0"),
+        ({"per_device_train_batch_size": 0}, "per_device_train_batch_size is 0"),
         ({"num_train_epochs": 1e308}, r"num_train_epochs is 1e\+308; the limit is 1,000,000"),
     ],
 )

@@ -117,6 +117,11 @@ def test_lone_surrogates_are_replaced_and_counted(tmp_path: Path) -> None:
     assert "; 1 with lone surrogates" in corpus.describe()
 
 
+def test_lone_surrogates_of_utf_7_are_replaced(tmp_path: Path) -> None:
+    corpus = Corpus([write(tmp_path / "a.txt", b"a+2AA-b\n\nc")], encoding="utf-7")
+    assert texts(corpus) == ["a\ufffdb", "c"]
+
+
 def test_text_is_unchanged_except_for_bom_and_crlf(tmp_path: Path) -> None:
     path = write(tmp_path / "a.txt", b"\xef\xbb\xbfe\xcc\x81 \xef\xac\x81\xc2\xa0\tx\ry\r\nz\r\n\r\nnext\x0bline\r\n")
     assert texts(Corpus([path])) == ["e\u0301 \ufb01\u00a0\tx\ry\nz", "next\x0bline"]

@@ -29,7 +29,7 @@ from firth.tokens import Tokenizer, train_tokenizer
 from firth.tokens.boundaries import find_last_tokens, find_last_tokens_by_offset, sentence_end_offsets
 from firth.tokens.encode import DocumentEncoder
 from firth.tokens.prepare import plan_resources, prepare
-from firth.tokens.shard_writer import AppendOnlyFile, npy_header
+from firth.tokens.shard_writer import AppendOnlyFile, npy_header, remove_finished_journal
 from firth.tokens.shards import open_shards
 from firth.tokens.workers import EncodeWorker
 
@@ -197,6 +197,16 @@ def test_links_in_unfinished_shards_lead_nowhere(
     make(tokenizer, tmp_path / "s", resume=True)
     assert contents(tmp_path / "s") == contents(whole)
     assert before == (elsewhere.read_bytes() if elsewhere.is_file() else contents(elsewhere))
+
+
+def test_the_journal_of_finished_shards_is_removed(tmp_path: Path) -> None:
+    (tmp_path / ".s.journal").write_text("{}")
+    (tmp_path / ".s.part").mkdir()
+    remove_finished_journal(tmp_path / "s")
+    assert (tmp_path / ".s.journal").exists()
+    (tmp_path / ".s.part").rmdir()
+    remove_finished_journal(tmp_path / "s")
+    assert not (tmp_path / ".s.journal").exists()
 
 
 def test_a_journal_that_is_a_link_is_refused(tokenizer: Tokenizer, tmp_path: Path) -> None:

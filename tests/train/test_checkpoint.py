@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 
@@ -11,7 +12,7 @@ import transformers
 from safetensors.torch import load_file, save_file
 
 from firth.core.errors import UserError
-from firth.core.files import MANIFEST_FILE, find_corruption
+from firth.core.files import MANIFEST_FILE, find_corruption, remove_path
 from firth.models import load_model
 from firth.train import Recipe, last_checkpoint, pretrain
 from firth.train.checkpoint import list_checkpoints, load_model_weights, load_optimizer
@@ -37,6 +38,17 @@ def test_save_total_limit_keeps_the_newest(limit: int, kept: list[int], recipe_o
     recipe = recipe_of("bert", max_steps=6, save_steps=2, save_total_limit=limit)
     pretrain(recipe)
     assert names(Path(recipe.output_dir)) == [f"checkpoint-{step}" for step in kept]
+
+
+def test_a_resumed_run_removes_the_checkpoints_that_a_kill_left(recipe_of: Recipes) -> None:
+    recipe = recipe_of("bert", max_steps=6, save_steps=2, save_total_limit=2)
+    pretrain(recipe)
+    run = Path(recipe.output_dir)
+    shutil.copytree(run / "checkpoint-4", run / "checkpoint-2")  # the run is killed before it removes this one
+    for path in (run / "final", run / "results.json"):
+        remove_path(path)
+    pretrain(recipe, resume=True)
+    assert names(run) == ["checkpoint-6", "checkpoint-4"]
 
 
 def test_last_step_is_always_saved(recipe_of: Recipes) -> None:

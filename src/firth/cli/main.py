@@ -45,7 +45,6 @@ INTERRUPTED_EXIT_CODE = 130  # after Ctrl-C
 # A wrong path or a folder without permission is a user's mistake (exit code 2); a full disk is not.
 USER_ERROR_TYPES = (PermissionError, FileNotFoundError, FileExistsError, NotADirectoryError, IsADirectoryError)
 USER_ERRNOS = (errno.ENAMETOOLONG, errno.ELOOP)
-MAX_PATH_CHARS = 500  # of a path in a message
 
 
 @command(
@@ -731,7 +730,7 @@ def report_error(error: Exception) -> int:
         return 2
     if isinstance(error, OSError) and error.strerror:
         notes = getattr(error, "__notes__", None) or ["Files that were complete before still are."]
-        print_error(f"{shorten(error.filename or 'a file', MAX_PATH_CHARS)}: {error.strerror}. {' '.join(notes)}")
+        print_error(f"{error.filename or 'a file'}: {error.strerror}. {' '.join(notes)}")
         return 2 if isinstance(error, USER_ERROR_TYPES) or error.errno in USER_ERRNOS else 1
     from firth.train.distributed import is_peer_lost  # loads torch, which a user's mistake does not need
 

@@ -19,6 +19,8 @@ from rich.segment import Segment
 from rich.table import Table
 from rich.text import Text
 
+from firth.core.errors import shorten_words
+
 ItemT = TypeVar("ItemT")
 MAX_PIPED_COLUMNS = 10_000  # width of a table that is not wrapped
 # Control characters but line ends and tabs, marks that reverse the direction of text, and surrogates: the bytes of a
@@ -58,17 +60,19 @@ stdout_console = SafeConsole()
 
 def say(message: str) -> None:
     """Print one line on stderr; stdout stays free for tables and JSON."""
-    stderr_console.print(escape_controls(message))  # rich removes some control characters instead of showing them
+    stderr_console.print(
+        escape_controls(shorten_words(message))
+    )  # rich removes some control characters instead of showing them
 
 
 def warn(message: str) -> None:
     """Print one highlighted line on stderr."""
-    stderr_console.print(Text.assemble(("note:", "yellow"), " ", escape_controls(message)))
+    stderr_console.print(Text.assemble(("note:", "yellow"), " ", escape_controls(shorten_words(message))))
 
 
 def print_error(message: str) -> None:
     """Print the error that ends a command on stderr."""
-    stderr_console.print(Text.assemble(("error:", "red"), " ", escape_controls(message)))
+    stderr_console.print(Text.assemble(("error:", "red"), " ", escape_controls(shorten_words(message))))
 
 
 def print_text(text: str, end: str = "\n") -> None:

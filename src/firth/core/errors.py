@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import re
 import signal
 from collections.abc import Iterable, Iterator
 from typing import Any
@@ -10,6 +11,8 @@ from typing import Any
 MAX_LISTED_CHOICES, NUM_EXCERPT_CHOICES = 60, 10  # more than 60 choices are cut to the first 10
 MAX_QUOTED_CHARS = 60  # of a user's value in a message
 MAX_REASON_CHARS = 200  # of another library's message in ours
+MAX_WORD_CHARS = 500  # of a message; paths are shorter
+LONG_WORD = re.compile(rf"\S{{{MAX_WORD_CHARS + 1},}}")
 
 
 class UserError(Exception):
@@ -68,6 +71,15 @@ def shorten(text: object, max_chars: int = MAX_QUOTED_CHARS) -> str:
     """
     words = " ".join(str(text)[: 4 * max_chars].split())
     return words if len(words) <= max_chars else words[: max_chars - 3] + "..."
+
+
+def shorten_words(text: str) -> str:
+    """Return a message with its words of more than `MAX_WORD_CHARS` cut: a value that was not quoted by `quote`.
+
+    >>> len(shorten_words("no file " + "x" * 10**6 + " here"))
+    136
+    """
+    return LONG_WORD.sub(lambda match: match[0][:100] + "..." + match[0][-20:], text)
 
 
 def reason(error: Exception) -> str:

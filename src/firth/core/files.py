@@ -363,7 +363,7 @@ def iter_foreign_files(folder: Path, compare_content: bool = True) -> Iterator[s
         manifest = {}
     is_ours = manifest.get("kind") in KINDS
     files = manifest["files"] if is_ours else {}
-    own = {MANIFEST_FILE, MODEL_CARD_FILE, VERIFIED_FILE} if is_ours else set()
+    own = {MANIFEST_FILE, MODEL_CARD_FILE, VERIFIED_FILE, f".{VERIFIED_FILE}.tmp"} if is_ours else set()
     for parent, folders, names in os.walk(folder):
         here = Path(parent)
         for inner in sorted(here / name for name in folders):

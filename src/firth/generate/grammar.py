@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from functools import cache, lru_cache
+from importlib.metadata import version
 from pathlib import Path
 from types import ModuleType
 from typing import Any, NamedTuple
@@ -21,6 +22,7 @@ from firth.generate.config import GenerationConfig
 # White space in JSON: one space, or a line break and an indentation. A model cannot write blanks forever.
 JSON_WHITESPACE = r"\x20|\n(\x20{0,16}|\t{0,4})"
 MAX_CACHED_GRAMMARS = 64
+MIN_LLGUIDANCE_VERSION = (1, 9)  # several end tokens
 EOS_BYTE = 256  # of the tokenizer whose tokens are the 256 bytes
 # Keywords of JSON Schema whose value is a schema, a list of schemas or an object of schemas.
 SCHEMA_KEYWORDS = ("items", "additionalProperties", "additionalItems", "contains", "not", "if", "then", "else")
@@ -53,6 +55,8 @@ def import_llguidance() -> ModuleType:
         import llguidance
     except ImportError:
         raise UserError("Structured output needs the package llguidance: pip install llguidance") from None
+    if tuple(map(int, version("llguidance").split(".")[:2])) < MIN_LLGUIDANCE_VERSION:
+        raise UserError(f"Structured output needs a newer llguidance than {version('llguidance')}: pip install -U it.")
     return llguidance
 
 

@@ -686,6 +686,8 @@ class ModelConfig:
         wrong = [
             f"model.{name} is {n}, and must be at least 1" for name, n in at_least_1.items() if n is not None and n < 1
         ]
+        if self.num_bigram_buckets < 0:
+            wrong.append(f"model.num_bigram_buckets is {self.num_bigram_buckets}, and must be at least 0")
         depths = {
             "num_layers": self.num_layers,
             "num_decoder_layers": self.num_decoder_layers or 0,
@@ -799,6 +801,8 @@ class ModelConfig:
             wrong.append(
                 "model.head.extends_embeddings needs a tied head with transform, and model.embed_dim below dim"
             )
+        if isinstance(head, LMHead) and head.extends_embeddings and any(isinstance(e, GeneratorConfig) for e in own):
+            wrong.append("model.head.extends_embeddings cannot go with a generator, whose head it would be")
         return wrong
 
     def problems_of_additions(self) -> list[str]:

@@ -125,7 +125,7 @@ class FinetuneRecipe(TrainingConfig):
         1.0, "Beam score is log-probability / length ** this; above 1 favours longer answers."
     )
     per_device_train_batch_size: int = recipe_field(
-        16, "Training examples per device and micro-batch; short ones are packed into one row."
+        16, "Training examples per device and micro-batch; short ones are packed into one row.", ge=1
     )
     learning_rate: float = recipe_field(
         1e-3,

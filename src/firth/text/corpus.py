@@ -217,7 +217,9 @@ class Corpus:
         for block in iter_text_blocks(stream, split, MAX_DOCUMENT_CHARS):
             counts["cut"] += block.is_truncated
             where = f"{source.display_name}:{block.first_line}" if split else source.display_name
-            yield Document(self.cleaner.normalize_text(block.text.rstrip("\n")), where)
+            text = replace_lone_surrogates(block.text)  # of encodings such as UTF-7
+            counts["repaired"] += text != block.text
+            yield Document(self.cleaner.normalize_text(text.rstrip("\n")), where)
 
     def _read_records(
         self, records: NumberedRecords, source_prefix: str, columns: Mapping[str, str], counts: Counter[str]

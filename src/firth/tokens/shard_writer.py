@@ -236,6 +236,12 @@ def open_shard_writer(
                 file.unlink(missing_ok=True)
 
 
+def remove_finished_journal(path: Path) -> None:
+    """Remove the journal of finished shards: a process that was killed after their last rename left it."""
+    if not path.with_name(f".{path.name}.part").exists():
+        path.with_name(f".{path.name}.journal").unlink(missing_ok=True)
+
+
 def has_symlinks(folder: Path) -> bool:
     """Whether a folder is or holds a symbolic link: the writer makes none, and would write outside of the folder."""
     return any(p.is_symlink() for p in (folder, *folder.rglob("*")))

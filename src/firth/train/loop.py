@@ -43,12 +43,14 @@ from firth.train.checkpoint import (
     TrainState,
     collect_payload,
     last_checkpoint,
+    list_checkpoints,
     load_best,
     load_ema,
     load_guard_state,
     load_model_weights,
     load_optimizer,
     load_recurrent_state,
+    prune_checkpoints,
     save_best,
     trainable_state,
 )
@@ -111,6 +113,8 @@ def fit(run: TrainingRun, resume: bool = False) -> FitResult:
         if ema:
             ema.load_state(load_ema(checkpoint))
         say(f"resuming from {checkpoint}")
+        if dist_context.is_main_process and run.folder and checkpoint == list_checkpoints(run.folder)[0]:
+            prune_checkpoints(run.folder, state, training.save_total_limit)  # a kill came before it
     runner = run.runner or build_step_runner(run)
     line, scores, speed = StatusLine(), {}, SpeedMeter(state.step, state.tokens)
     loss, metrics = math.nan, dict[str, float]()

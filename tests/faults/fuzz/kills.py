@@ -54,7 +54,10 @@ MAX_KILLS_PER_RUN = 8
 WRITE_EVENTS = ("os.rename", "os.remove", "os.mkdir", "os.rmdir", "os.truncate", "os.link", "shutil.rmtree")
 WRITE_FLAGS = os.O_WRONLY | os.O_RDWR | os.O_CREAT
 # Times and paths differ between two runs; reports and cards quote them.
-VOLATILE_FILES = ("report.html", "README.md", ".lock", ".clock", ".verified.json", MANIFEST_FILE, "source.json")
+VOLATILE_FILES = (
+    *("report.html", "README.md", ".lock", ".clock", MANIFEST_FILE, "source.json"),
+    *(".verified.json", "..verified.json.tmp"),  # a note that shards were verified; the next note replaces the second
+)
 VOLATILE_FIELDS = (
     "seconds",
     "output_dir",
@@ -197,7 +200,11 @@ def kill_after(pid: int, seconds: float) -> int:
 
 def whole_folders(folder: Path) -> dict[str, str | None]:
     """The folders with a manifest, which are complete, and what is wrong with them."""
-    found = [p.parent for p in folder.rglob(MANIFEST_FILE) if not p.parent.name.startswith(".")]
+    found = [
+        p.parent
+        for p in folder.rglob(MANIFEST_FILE)
+        if not p.parent.name.startswith((".", "rows-"))  # rows are a cache
+    ]
     if (folder / MANIFEST_FILE).exists():
         found.append(folder)
     visible = [p for p in found if not any(part.startswith(".") for part in p.relative_to(folder).parts)]
