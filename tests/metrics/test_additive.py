@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import random
 from collections.abc import Callable
 from typing import Any
@@ -53,6 +54,14 @@ def choices(rng: random.Random) -> list[tuple[Any, Any]]:
     return [(rng.randrange(4), rng.randrange(4)) for _ in range(NUM)]
 
 
+def objects(rng: random.Random) -> list[tuple[Any, Any]]:
+    def draw() -> str:
+        value = {name: rng.randrange(3) for name in "abc" if rng.random() < 0.8}
+        return json.dumps(value)[: rng.choice((None, None, -1))]
+
+    return [(draw(), json.dumps({"a": rng.randrange(3), "c": 1})) for _ in range(NUM)]
+
+
 DATA: dict[str, Callable[[random.Random], list[tuple[Any, Any]]]] = {
     **dict.fromkeys(("classify", "pair", "word-in-context"), labels),
     "relation": relations,
@@ -60,6 +69,7 @@ DATA: dict[str, Callable[[random.Random], list[tuple[Any, Any]]]] = {
     "tag": tags,
     "span-qa": answers,
     "text-to-text": texts,
+    "extract": objects,
     "lm": likelihoods,
 }
 

@@ -40,6 +40,7 @@ PIPELINE_TAGS = {  # task names of the Hugging Face hub
     "span-qa": "question-answering",
     "embed": "sentence-similarity",
     "text-to-text": "text2text-generation",
+    "extract": "text2text-generation",
     "lm": "text-generation",
     "encoder": "fill-mask",
     "decoder": "text-generation",

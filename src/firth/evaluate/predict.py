@@ -13,6 +13,7 @@ A checkpoint without task.json, such as one of `transformers`, is used by the he
 
 from __future__ import annotations
 
+import json
 import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import islice
@@ -171,6 +172,10 @@ class Predictor:
             return {"score": round_score(prediction.prediction)}
         if name == "text-to-text":
             return {"text": prediction.prediction}
+        if name == "extract":
+            complete = bool((prediction.extra or {}).get("complete"))
+            value = json.loads(prediction.prediction) if complete else None
+            return {"value": value, "text": prediction.prediction, "complete": complete}
         if name == "span-qa":
             return answer_record(task_input.example.texts[1], prediction)
         scores = {label: round_score(p) for label, p in (prediction.scores or {}).items()}

@@ -29,6 +29,7 @@ TEXT_ROLES = {
     "tag": ("text",),
     "span-qa": ("question", "context"),
     "text-to-text": ("source",),
+    "extract": ("text",),
     "lm": ("prompt",),
     "embed": ("text", "text_b"),
 }

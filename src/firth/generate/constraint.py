@@ -38,8 +38,7 @@ from firth.generate.grammar import MAX_CACHED_GRAMMARS, Grammar, byte_matcher, i
 from firth.tokens import TokenIds, Tokenizer
 from firth.tokens.token_bytes import is_word_break, space_is_usual, token_bytes
 
-MAX_READINGS = 8  # of a row: all ways to set the last three spaces
-NEVER = 2**31
+MAX_READINGS = 16  # of a row
 compiled_vocabularies: WeakKeyDictionary[Tokenizer, dict[tuple[int, ...], ConstraintVocabulary]] = WeakKeyDictionary()
 
 
@@ -93,6 +92,8 @@ class Constraint:
     """
 
     def __init__(self, grammar: Grammar, vocabulary: ConstraintVocabulary, is_continuation: bool) -> None:
+        if vocabulary.spelling.has_optional_spaces:
+            grammar = grammar.with_fixed_spaces()  # readings are for the spaces inside of texts
         self.grammar, self.vocabulary = grammar, vocabulary
         leading_space = ""
         if not self.vocabulary.spelling.has_optional_spaces:
@@ -165,7 +166,7 @@ class Reading:
     text: str = ""
     ends_word: bool = False  # whether a space may follow
     num_tokens: int = 0
-    first_unusual: int = NEVER  # the first token whose space is not the usual one
+    unusual: tuple[int, ...] = ()  # the tokens whose space is not the usual one, the last first
 
     def copy(self) -> Reading:
         return replace(self, matcher=self.matcher.deep_copy())
@@ -235,17 +236,18 @@ class ConstraintRow:
                     continue
                 matcher = reading.matcher.deep_copy()
                 matcher.consume_token(own)
-                unusual = reading.num_tokens if has_space != usual and is_joinable else NEVER
+                unusual = (reading.num_tokens,) if has_space != usual and is_joinable else ()
                 found.append(
                     Reading(
                         matcher,
                         reading.text + " " * has_space + piece,
                         ends_word,
                         reading.num_tokens + 1,
-                        min(reading.first_unusual, unusual),
+                        (*unusual, *reading.unusual),
                     )
                 )
-        return sorted(found, key=lambda reading: -reading.first_unusual)[:MAX_READINGS]
+        # Few unusual spaces come first, then late ones: those that the grammar had less time to reject.
+        return sorted(found, key=lambda r: (len(r.unusual), [-at for at in r.unusual]))[:MAX_READINGS]
 
 
 class ConstraintState:

@@ -40,6 +40,14 @@ class Grammar(NamedTuple):
     def is_json(self) -> bool:
         return self.kind == "json_schema"
 
+    def with_fixed_spaces(self) -> Grammar:
+        """Return the grammar with one way to space JSON: `{"a": 1, "b": 2}`."""
+        if not self.is_json:
+            return self
+        schema = self.body["json_schema"]
+        options = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
+        return self._replace(body={"json_schema": {**schema, "x-guidance": {**schema["x-guidance"], **options}}})
+
     def to_llguidance(self, leading_space: str = "") -> str:
         """Return the grammar as llguidance reads it; `leading_space` is put before it: "", '" "' or '" "?'.
 

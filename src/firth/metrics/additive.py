@@ -19,6 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from firth.metrics.classification import ClassMetrics, check_same_length, correct_mask, mcc_from_confusion
+from firth.metrics.fields import FieldCounts, count_fields
 from firth.metrics.squad import normalise_squad, squad_per_question
 from firth.metrics.tagging import count_entities
 from firth.metrics.text import as_reference_lists, bits_per_byte, exact_match, perplexity, rouge
@@ -115,6 +116,12 @@ def _additive_squad(score_index: int, predictions: Sequence[str], references: Se
     return _additive_mean(squad_per_question(predictions, references)[score_index])
 
 
+def _additive_fields(metric: str, predictions: Sequence[Any], references: Sequence[Any]) -> AdditiveScore:
+    """Return a metric of extracted fields: `metric` is a property of `FieldCounts`."""
+    each = [count_fields(p, r) for p, r in zip(predictions, references, strict=True)]
+    return AdditiveScore(_to_float_array(each), lambda sums: float(getattr(FieldCounts(*sums), metric)))
+
+
 def _additive_sacrebleu(
     name: str, predictions: Sequence[str], references: Sequence[str | Sequence[str]]
 ) -> AdditiveScore:
@@ -182,6 +189,7 @@ ADDITIVE_METRICS: Mapping[tuple[str, str], Callable[[Any, Any], AdditiveScore]] 
     },
     ("text-to-text", "exact_match"): partial(_additive_text_mean, exact_match),
     ("text-to-text", "answer_match"): partial(_additive_text_mean, partial(exact_match, normalize_fn=normalise_squad)),
+    **{("extract", f"field_{name}"): partial(_additive_fields, name) for name in ("f1", "precision", "recall")},
     ("lm", "perplexity"): partial(_additive_likelihood, perplexity, 0),
     ("lm", "bits_per_byte"): partial(_additive_likelihood, bits_per_byte, 1),
 }

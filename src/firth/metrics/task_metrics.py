@@ -18,6 +18,7 @@ from firth.core.errors import UserError, did_you_mean, quote
 from firth.core.html import format_cell
 from firth.metrics.classification import accuracy, check_same_length, f1, macro_f1, mcc, micro_f1
 from firth.metrics.correlation import pearson, spearman, word_similarity_correlation
+from firth.metrics.fields import field_scores
 from firth.metrics.pairs import accuracy_by_group, analogy_correct, minimal_pair_correct, retrieval_scores
 from firth.metrics.squad import normalise_squad, squad_per_question, squad_scores
 from firth.metrics.tagging import are_span_tags, entity_f1, entity_precision, entity_recall, tag_accuracy
@@ -25,7 +26,9 @@ from firth.metrics.text import bits_per_byte, bleu, chrf, exact_match, perplexit
 
 MetricScores = dict[str, float]
 # Metrics from 0 to 1 that are shares; not correlations, nor BLEU, chrF and ROUGE, which are from 0 to 100.
-SHARE_METRIC_PATTERN = re.compile(r"(?:^|[._])(?:accuracy|f1|precision|recall|exact|match|mrr|known|average)(?:[._]|$)")
+SHARE_METRIC_PATTERN = re.compile(
+    r"(?:^|[._])(?:accuracy|f1|precision|recall|exact|match|mrr|known|average|valid)(?:[._]|$)"
+)
 
 
 def compute_metrics(task: str, predictions: Sequence[Any], references: Sequence[Any]) -> MetricScores:
@@ -194,6 +197,7 @@ TASK_METRIC_FNS: Mapping[str, Callable[[Any, Any], MetricScores]] = {
     "tag": _tagging_metrics,
     "span-qa": _qa_metrics,
     "text-to-text": _text_metrics,
+    "extract": field_scores,
     "lm": _likelihood_metrics,
     "perplexity": _likelihood_metrics,
     "pseudo-likelihood": _pseudo_likelihood_metrics,

@@ -427,7 +427,7 @@ TASK_HEAD_TYPES: dict[str, type[TaskHead]] = {
     "span-qa": SpanHead,
     "embed": EmbeddingHead,
 }
-GENERATIVE_TASKS = ("text-to-text", "lm", "preference")
+GENERATIVE_TASKS = ("text-to-text", "extract", "lm", "preference")
 MARKED_WORD_TASKS = ("relation", "word-in-context")  # tasks that read the states of two marked words
 ENCODER_ONLY_TASKS = ("tag", "embed")  # tasks for which T5 uses only its encoder
 MEAN_POOLED_FAMILIES = ("modernbert",)  # families whose published config pools by the mean, not by [CLS]

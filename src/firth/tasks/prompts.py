@@ -38,13 +38,15 @@ def finetuned_generation_settings(model: Model, metadata: Mapping[str, Any]) -> 
         return {}
     task = make_task("text-to-text", metadata, require_tokenizer(model), model.config)
     assert isinstance(task, TextToTextTask)
-    return {name: getattr(task.generation_config, name) for name in ("max_new_tokens", "num_beams", "length_penalty")}
+    names = ("max_new_tokens", "num_beams", "length_penalty")
+    schema = {"json_schema": metadata["json_schema"]} if metadata.get("task") == "extract" else {}
+    return {name: getattr(task.generation_config, name) for name in names} | schema
 
 
 def answers_in_text(config: ModelConfig, metadata: Mapping[str, Any]) -> bool:
     """Whether a checkpoint was fine-tuned to generate its answers as text."""
     name = metadata.get("task")
-    return name == "text-to-text" or (
+    return name in ("text-to-text", "extract") or (
         name in TASK_PROMPTS and resolve_answer_mode(name, config, metadata.get("answer", "auto")) == "text"
     )
 

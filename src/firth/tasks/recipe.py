@@ -45,6 +45,7 @@ class TaskFile:
     num_beams: int | None = None
     length_penalty: float | None = None
     day: str | None = None
+    json_schema: dict[str, Any] | None = None
     tasks: dict[str, TaskFile] = field(default_factory=dict)
 
 
@@ -57,7 +58,7 @@ def read_task_file(checkpoint: Path) -> dict[str, Any]:
 SIDES = ("train", "dev")
 FINETUNE_TASKS = (
     *("classify", "pair", "relation", "word-in-context", "regress", "choice", "tag", "span-qa"),
-    *("text-to-text", "lm", "preference", "embed"),
+    *("text-to-text", "extract", "lm", "preference", "embed"),
 )
 MULTITASK = "multi-task"  # the task of a recipe with several
 
@@ -80,8 +81,8 @@ class FinetuneRecipe(TrainingConfig):
     checkpoint: str = recipe_field("", "Start from this checkpoint folder, of Firth or from Hugging Face.")
     task: str = recipe_field(
         "classify",
-        "classify, pair, regress, choice, tag, relation, span-qa, word-in-context, text-to-text, lm, preference or "
-        "embed.",
+        "classify, pair, regress, choice, tag, relation, span-qa, word-in-context, text-to-text, extract, lm, "
+        "preference or embed.",
     )
     train: str = recipe_field("", "Train on this labelled file (.jsonl, .tsv, .csv), or pydocs.")
     dev: str = recipe_field("", "Evaluate on this labelled file, or pydocs.")
@@ -117,6 +118,9 @@ class FinetuneRecipe(TrainingConfig):
         "chooses text for T5, head for others.",
     )
     max_target_length: int = recipe_field(32, "Limit generated answers to this many tokens.")
+    json_schema: str = recipe_field(
+        "", "Task extract: write objects that this file, a JSON schema, allows. Default: inferred from train."
+    )
     prefix: str = recipe_field(
         "", "Prepend this text to every input with generated answers, as T5 does: 'summarize: ', 'sst2 sentence: '."
     )

@@ -7,13 +7,17 @@ An encoder gets a task head. A decoder gets a head or, with answer=text, generat
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 from firth.core.errors import UserError, did_you_mean, quote
+from firth.core.files import read_object
 from firth.models import ModelConfig
 from firth.tasks.choice import ChoiceTask
 from firth.tasks.classify import ClassificationTask, PairClassificationTask
 from firth.tasks.embed import EmbeddingTask
+from firth.tasks.extract import ExtractTask, infer_example_schema, longest_target_tokens
 from firth.tasks.lm import LanguageModelingTask, collect_roles
 from firth.tasks.preference import DEFAULT_BETA, DEFAULT_BETAS, PreferenceConfig, PreferenceTask
 from firth.tasks.recipe import FINETUNE_TASKS
@@ -62,6 +66,11 @@ def make_task(
     length = writing.max_seq_length
     if name == "text-to-text":
         return TextToTextTask(tokenizer, config, writing, learns)
+    if name == "extract":
+        if not isinstance(examples_or_metadata, Mapping):  # an object that is cut is of no use
+            longest = longest_target_tokens(tokenizer, examples_or_metadata)
+            writing = replace(writing, max_target_length=max(writing.max_target_length, longest))
+        return ExtractTask(facts.get("json_schema") or {}, tokenizer, config, writing, learns)
     if name == "lm":
         return LanguageModelingTask(tokenizer, config, writing, facts.get("roles", ()))
     if name == "preference":
@@ -118,6 +127,9 @@ def infer_task_metadata(name: str, examples: Sequence[Example], config: ModelCon
         facts["roles"] = collect_roles(examples)
     if name == "preference":
         facts |= {field: getattr(recipe, field) for field in PREFERENCE_FIELDS}
+    if name == "extract":
+        given = getattr(recipe, "json_schema", "")
+        facts["json_schema"] = read_object(Path(given)) if given else infer_example_schema(examples)
     if name == "span-qa":
         facts["unanswerable"] = any(len(e.target) == 0 for e in examples)
     return facts

@@ -298,7 +298,8 @@ def constant_guesses(name: str, train: Sequence[Example], dev: Sequence[Example]
         return [[(commonest,) * len(e.target) for e in dev]]
     if name == "span-qa":
         return [[""] * len(dev)]  # the empty prediction: no answer
-    common = Counter(e.target for e in train).most_common(1 if name == "text-to-text" else MAX_CONSTANT_GUESSES)
+    num_guesses = 1 if name in ("text-to-text", "extract") else MAX_CONSTANT_GUESSES
+    common = Counter(e.target for e in train).most_common(num_guesses)
     return [[answer] * len(dev) for answer, _ in common]
 
 

@@ -43,6 +43,7 @@ class Example(NamedTuple):
     | relation        | text                   | label                                   | head, tail, in characters   |
     | span-qa         | question, context      | `AnswerSpan`s; () if unanswerable       |                             |
     | text-to-text    | source                 | text                                    | all right answers, if more  |
+    | extract         | text                   | a JSON object, as text                  |                             |
     | lm              | role, text, role, text | None                                    |                             |
     | preference      | role, text, role, text | None; of one answer: whether it is good | chosen, rejected, or one    |
     | embed           | text_a, text_b         | a float, or None without scores         |                             |

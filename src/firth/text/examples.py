@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Callable
 from typing import NamedTuple
 
 from firth.core.console import format_count
 from firth.core.errors import UserError, quote
+from firth.core.parse import parse_json
 from firth.text.documents import Example
 from firth.text.formats.squad import parse_span_qa_row
 from firth.text.inflection import find_inflected_word
@@ -142,6 +144,26 @@ def parse_text_to_text_row(row: LabelledRow) -> Example:
     if references and target is not None:
         references = (target, *(text for text in references if text != target))
     return row.make_example((row.text("source"),), target, references=references)
+
+
+def parse_extract_row(row: LabelledRow) -> Example:
+    """Parse a text and the JSON object to extract; without a target column, every other column is a field."""
+    if row.is_column_renamed("target") or row.column("target") in row.record:
+        if row.is_label_missing("target"):
+            return row.make_example((row.text("text"),))
+        target = row.value("target")
+        if isinstance(target, str):
+            target = parse_json(target, f"{row.where}: column {quote(row.column('target'))}")
+        if not isinstance(target, dict):
+            raise row.column_error("target", f"holds {preview_value(target)}, which is not a JSON object")
+    else:
+        others = {row.column("text"), row.column("id")}
+        target = {name: x for name, x in row.record.items() if name not in others and x not in (None, "")}
+        if not target and row.require_labels:
+            raise UserError(
+                f"{row.where}: no field: give a column target with a JSON object, or a column for each field."
+            )
+    return row.make_example((row.text("text"),), json.dumps(target, ensure_ascii=False) if target else None)
 
 
 def parse_lm_row(row: LabelledRow) -> Example:
@@ -282,6 +304,7 @@ TASK_FORMATS = {
     "relation": TaskFormat(("text", "tokens", "head", "tail", "label"), parse_relation_row),
     "span-qa": TaskFormat(("question", "context", "answers", "is_impossible"), parse_span_qa_row),
     "text-to-text": TaskFormat(("source", "target", "references"), parse_text_to_text_row),
+    "extract": TaskFormat(("text", "target"), parse_extract_row),
     "lm": TaskFormat(("messages", "prompt", "response", "completion", "text"), parse_lm_row),
     "preference": TaskFormat(("prompt", "chosen", "rejected", "completion", "label"), parse_preference_row),
     "embed": TaskFormat(("text_a", "text_b", "score", "label"), parse_embed_row),
