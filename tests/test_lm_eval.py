@@ -11,23 +11,25 @@ from importlib.metadata import EntryPoint
 from pathlib import Path
 from typing import Any
 
-import lm_eval
 import pytest
 import torch
-from lm_eval.api.instance import Instance
-from lm_eval.api.registry import Registry
-from lm_eval.tasks import TaskManager
 
-from firth.core.errors import UserError
-from firth.evaluate.cloze import evaluate_choice
-from firth.evaluate.likelihood import text_likelihoods
-from firth.generate import generate_ids
-from firth.lm_eval import FirthLM, register
-from firth.models import ModelConfig, make_model
-from firth.models.config import LearnedPosition
-from firth.models.presets import bert, gpt2, t5
-from firth.text import read_labelled
-from firth.tokens import train_tokenizer
+lm_eval = pytest.importorskip("lm_eval", reason="lm-eval is not installed (pip install 'firth[lm-eval]')")
+
+from lm_eval.api.instance import Instance  # noqa: E402
+from lm_eval.api.registry import Registry  # noqa: E402
+from lm_eval.tasks import TaskManager  # noqa: E402
+
+from firth.core.errors import UserError  # noqa: E402
+from firth.evaluate.cloze import evaluate_choice  # noqa: E402
+from firth.evaluate.likelihood import text_likelihoods  # noqa: E402
+from firth.generate import generate_ids  # noqa: E402
+from firth.lm_eval import FirthLM, register  # noqa: E402
+from firth.models import ModelConfig, make_model  # noqa: E402
+from firth.models.config import LearnedPosition  # noqa: E402
+from firth.models.presets import bert, gpt2, t5  # noqa: E402
+from firth.text import read_labelled  # noqa: E402
+from firth.tokens import train_tokenizer  # noqa: E402
 
 LENGTH = 48
 CONFIGS: dict[str, tuple[str, Any]] = {
