@@ -441,7 +441,11 @@ def warn_of_misfit(recipe: Recipe, plan: PretrainPlan, shards: Mapping[str, str]
 
     if not recipe.minutes or recipe.model.recurrent is not None or list(shards) != [""]:
         return
-    if message := describe_misfit(recipe, plan.make_planner(open_shards(Path(shards[""])))):
+    try:
+        message = describe_misfit(recipe, plan.make_planner(open_shards(Path(shards[""]))))
+    except UserError:  # no other size takes the user's changes of the model, as a width that its heads do not divide
+        return
+    if message:
         warn(message)
 
 

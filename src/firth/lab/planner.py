@@ -412,7 +412,7 @@ class Planner:
                 most = MAX_TIMED_SHAPES[self.device(chosen.recipe).type]
                 if not times_steps or not untimed or len(self.costs) >= most:
                     break
-                self.time(untimed[0], runs[untimed[0]])
+                self.time_size(untimed[0], runs[untimed[0]])
         others = {names.index(name) - index: runs[name] for name in around}
         notes = self.notes(chosen)
         return RunPlan(chosen, others.get(-1), others.get(1), self.text, name_device(chosen.recipe), notes)
@@ -420,7 +420,7 @@ class Planner:
     def plan_named(self, name: str, model: ModelConfig) -> RunPlan:
         """Return the plan of a named model, beside the best size of the ladder, smaller or larger."""
         with limit_threads():
-            self.time(name, self.plan_run(name, model))
+            self.time_size(name, self.plan_run(name, model))
             run = self.plan_run(name, model)
         best = self.plan(model.architecture).chosen
         is_smaller = best.parameters < run.parameters
@@ -437,7 +437,7 @@ class Planner:
             found.append(f"{recipe.minutes:g} minutes are over before the first step: give more --minutes")
         return found
 
-    def time(self, name: str, run: PlannedRun) -> None:
+    def time_size(self, name: str, run: PlannedRun) -> None:
         """Time the steps of a size, and keep the ratio to the estimate."""
         compiled = ", compiled" if self.device(run.recipe).type == "cuda" else ""
         say(f"timing some steps of {name} ({run.parameters / 1e6:,.1f}M parameters{compiled})")
