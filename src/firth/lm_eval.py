@@ -217,15 +217,15 @@ class FirthLM(TemplateLM):
         ids, config = self.tok_encode(context), self.model.config
         if config.architecture == "encoder-decoder":
             return self.scorer.template.apply(self.strip_special(ids)[-self.scorer.max_text_tokens :])[0]
-        room = self.max_length - max_new_tokens
-        if room < 1:
+        max_prompt_tokens = self.max_length - max_new_tokens
+        if max_prompt_tokens < 1:
             raise UserError(
                 f"max_gen_toks is {max_new_tokens}, and the model has {self.max_length} positions. Give less: "
                 "--gen_kwargs max_gen_toks=64."
             )
         if suffix := make_prompt_suffix(config, self.vocab):  # a decoder that fills a blank
-            return [*ids[-(room - len(suffix)) :], *suffix]
-        return ids[-room:] or [self.prefix_token_id]
+            return [*ids[-(max_prompt_tokens - len(suffix)) :], *suffix]
+        return ids[-max_prompt_tokens:] or [self.prefix_token_id]
 
     def generation_config(self, given: dict[str, Any]) -> GenerationConfig:
         """A request's options as ours: greedy unless it samples."""

@@ -281,6 +281,7 @@ def test_stream_is_the_text(models: dict[str, Model]) -> None:
 
 def test_api_gives_the_text_alone(models: dict[str, Model]) -> None:
     texts = api.generate(models["byte-bpe"], ["the fox", "a"], json_schema=PERSON)
+    assert len(texts) == 2
     for text in texts:
         validate(json.loads(text), PERSON)
 

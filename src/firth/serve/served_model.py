@@ -219,12 +219,16 @@ class ServedModel:
         config = GenerationConfig(**{"max_new_tokens": default_new_tokens, **settings, "seed": 0})
         texts = make_prompt_texts(self.model, prompts, config)
         longest = max(len(text.input_ids) for text in texts)
-        room = self.room_for_new_tokens(longest)
+        positions_left = self.max_new_tokens_after(longest)
         if "max_new_tokens" not in settings:
-            fits = min(config.max_new_tokens, self.config.max_output_tokens, *([] if room is None else [max(room, 1)]))
+            fits = min(
+                config.max_new_tokens,
+                self.config.max_output_tokens,
+                *([] if positions_left is None else [max(positions_left, 1)]),
+            )
             config = replace(config, max_new_tokens=fits, min_new_tokens=min(config.min_new_tokens, fits))
         new_tokens, each = config.max_new_tokens, config.num_return_sequences
-        if room is not None and new_tokens > room:
+        if positions_left is not None and new_tokens > positions_left:
             raise ApiError(
                 400,
                 f"This model's maximum context length is {self.model.config.max_length} tokens. The prompt has "
@@ -246,7 +250,7 @@ class ServedModel:
         operation = self.operations["search" if config.num_beams > 1 else "generate"]
         return Job(operation, GenerationSettings(config, logprobs), generation, rows)
 
-    def room_for_new_tokens(self, prompt_tokens: int) -> int | None:
+    def max_new_tokens_after(self, prompt_tokens: int) -> int | None:
         """Return how many tokens fit behind a prompt; None: any number."""
         limit = self.model.config.max_length
         if limit is None:

@@ -36,7 +36,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from firth.core.console import format_count, progress
+from firth.core.console import progress
 from firth.core.errors import UserError, shorten
 from firth.models import Model, ModelConfig
 from firth.models.heads import LMHeadModule
@@ -51,7 +51,6 @@ from firth.tokens import Tokenizer
 from firth.train import ComputeConfig
 
 LossName = Literal["dpo", "ipo", "hinge", "simpo", "orpo", "kto"]
-PREFERENCE_LOSSES: tuple[LossName, ...] = ("dpo", "ipo", "hinge", "simpo", "orpo", "kto")
 REFERENCE_FREE_LOSSES = ("simpo", "orpo")
 MEAN_LOGP_LOSSES = ("ipo", "simpo", "orpo")  # losses of the mean over an answer's tokens, not of the sum
 DEFAULT_BETAS: Mapping[str, float] = {"simpo": 2.0}  # the paper's; 0.1 for the others
@@ -338,15 +337,6 @@ class PreferenceLoss:
             count += int(used_S.sum())
         self.model.train()
         self.kl.copy_((torch.stack(changes).sum() / max(count, 1)).clamp(min=0))
-
-
-def describe_preferences(examples: Sequence[Example]) -> str:
-    """Say how many pairs or labelled answers there are."""
-    pairs = sum(len(e.references) == 2 for e in examples)
-    if pairs == len(examples):
-        return format_count(pairs, "pair")
-    good = sum(bool(e.target) for e in examples)
-    return f"{format_count(good, 'good answer')} and {format_count(len(examples) - good, 'bad answer')}"
 
 
 def with_references(items: Sequence[EncodedPreference], logps: Iterable[float]) -> list[EncodedPreference]:

@@ -60,6 +60,7 @@ FINETUNE_TASKS = (
     *("classify", "pair", "relation", "word-in-context", "regress", "choice", "tag", "span-qa"),
     *("text-to-text", "extract", "lm", "preference", "embed"),
 )
+PREFERENCE_FIELDS = ("preference_loss", "beta", "label_smoothing", "simpo_gamma")
 MULTITASK = "multi-task"  # the task of a recipe with several
 
 
@@ -319,7 +320,7 @@ class FinetuneRecipe(TrainingConfig):
         if self.task == "preference":
             self.check_preference()
         else:
-            for name in ("preference_loss", "beta", "label_smoothing", "simpo_gamma"):
+            for name in PREFERENCE_FIELDS:
                 if getattr(self, name) != getattr(FinetuneRecipe, name):
                     raise UserError(f"{name} is for the task preference, not for {self.task}.")
         if self.task == "embed" and self.per_device_train_batch_size < 2:

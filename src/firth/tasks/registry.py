@@ -20,7 +20,7 @@ from firth.tasks.embed import EmbeddingTask
 from firth.tasks.extract import ExtractTask, infer_example_schema, longest_target_tokens
 from firth.tasks.lm import LanguageModelingTask, collect_roles
 from firth.tasks.preference import DEFAULT_BETA, DEFAULT_BETAS, PreferenceConfig, PreferenceTask
-from firth.tasks.recipe import FINETUNE_TASKS
+from firth.tasks.recipe import FINETUNE_TASKS, PREFERENCE_FIELDS
 from firth.tasks.regress import RegressionTask
 from firth.tasks.relation import RelationTask, WordInContextTask
 from firth.tasks.span_qa import DEFAULT_NO_ANSWER_THRESHOLD, SpanQATask
@@ -32,7 +32,6 @@ from firth.text import Example
 from firth.tokens import Tokenizer
 
 BART_HEAD_TASKS = ("classify", "pair", "regress", "relation", "word-in-context", "span-qa", "tag")
-PREFERENCE_FIELDS = ("preference_loss", "beta", "label_smoothing", "simpo_gamma")  # of the recipe
 ANSWER_MODES = ("auto", "head", "text")
 LABEL_TASKS: dict[str, type[ClassificationTask]] = {
     "classify": ClassificationTask,
