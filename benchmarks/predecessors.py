@@ -32,6 +32,8 @@ import numpy as np
 from parallel_runs import run_parallel
 
 from firth import __version__, api
+from firth.commands.arguments import resolve_model
+from firth.commands.finetune import adapt_to_target_text
 from firth.core.console import format_duration, say
 from firth.core.errors import UserError
 from firth.core.files import read_json, write_json
@@ -47,6 +49,7 @@ from firth.tasks import FinetuneRecipe, finetune
 from firth.text import Corpus, read_labelled
 from firth.tokens import is_shards_folder, open_shards
 from firth.train import choose_compute
+from firth.train.recipe import read_yaml_mapping
 
 RESULTS = "results.json"
 ROW_TOKENS = 128  # tokens per row
@@ -250,7 +253,7 @@ class Workspace:
         duration = {"max_steps": -(-num_chunks // CHUNKS_PER_STEP), **self.duration_fields()}
         workers = {"workers": self.args.workers}
         facts = api.pretrain("word2vec", shards, self.folder / "words", overwrite=True, overrides=workers, **duration)
-        recipe = api.read_yaml_mapping(self.folder / "words" / "recipe.yaml")
+        recipe = read_yaml_mapping(self.folder / "words" / "recipe.yaml")
         # Each word is predicted by about window + 1 others (window sizes are random), with the negative samples.
         flops = 2 * recipe["vector_size"] * (recipe["negative"] + 1) * (recipe["window"] + 1)
         return summarize(facts, "word2vec", flops * TRAINING_FLOPS_FACTOR * facts["tokens"])
@@ -276,7 +279,7 @@ class Workspace:
         """Train for as many steps as have the FLOPs of another pretraining."""
         target_flops = self.results["pretraining"][reference]["flops"]
         shards, model = self.shards("wordpiece"), self.size.models["bert"]
-        config, _ = api.resolve_model(model)
+        config, _ = resolve_model(model)
         config = replace(config, vocab_size=open_shards(shards).tokenizer.vocab.size)
         flops_per_step = TRAINING_FLOPS_FACTOR * forward_flops(config, 1.0) * self.size.rows["bert"] * ROW_TOKENS
         steps = max(1, round(target_flops / flops_per_step))
@@ -329,7 +332,7 @@ class Workspace:
         examples = read_labelled(self.task_files(task)[0], TASKS[task].task, None, "train")
         text.write_text("".join(json.dumps({"text": " ".join(e.texts)}) + "\n" for e in examples), encoding="utf-8")
         rows = {"per_device_train_batch_size": self.size.rows["ulmfit"], "save_steps": 10**6, "eval_rows": EVAL_ROWS}
-        return api.adapt_to_target_text(
+        return adapt_to_target_text(
             final, [text], path, overwrite=True, **self.duration_fields(self.size.target), **rows
         )
 

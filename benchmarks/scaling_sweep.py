@@ -36,7 +36,9 @@ import torch
 from parallel_runs import run_parallel
 from scipy.optimize import nnls
 
-from firth import __version__, api
+from firth import __version__
+from firth.commands.data_source import DataOptions
+from firth.commands.pretrain_plan import plan_pretraining
 from firth.core.console import format_duration, quiet, say, show_table
 from firth.core.files import read_object, write_json
 from firth.lab.expected_loss import TABLE_FILE, read_loss_table
@@ -121,13 +123,13 @@ class SweepRun(NamedTuple):
 def run_cell(cell: SweepRun) -> dict[str, Any]:
     """Train one model as the default recipe does, and return its size, tokens and held-out loss."""
     options = {"num_train_epochs": cell.passes, "save_steps": NEVER, "eval_steps": NEVER, "minutes": None}
-    plan = api.plan_pretraining(
+    plan = plan_pretraining(
         f"{cell.architecture}-{cell.shape}",
         cell.shards,
         cell.folder,
         None,
         None,
-        api.DataOptions(0, False, 0.05, {}),
+        DataOptions(0, False, 0.05, {}),
         None,
         {"engine.compile_regions": True} if torch.cuda.is_available() else None,  # most of a short run would compile
         options,

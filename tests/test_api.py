@@ -15,7 +15,9 @@ import yaml
 
 import firth
 from firth import api
-from firth.api import check_same_source, flatten_keys, load_for_generation, merge_recipe_changes, resolve_model
+from firth.commands.arguments import flatten_keys, merge_recipe_changes, resolve_model
+from firth.commands.data_source import check_same_source
+from firth.commands.generate import load_for_generation
 from firth.core.errors import UserError
 from firth.core.files import read_json, write_json
 from firth.core.serialization import to_dict

@@ -38,6 +38,7 @@ ORDER: list[set[str]] = [
     {"lm_eval"},
     {"lab"},
     {"serve"},
+    {"commands"},
     {"api"},
     {"__init__"},
     {"cli"},

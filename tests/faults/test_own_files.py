@@ -10,7 +10,8 @@ from typing import Any, NamedTuple
 
 import pytest
 
-from firth.api import check_same_source, read_finetuned_task
+from firth.commands.data_source import check_same_source
+from firth.commands.evaluate import read_finetuned_task
 from firth.core.errors import UserError
 from firth.evaluate.card import SourceFile, collect_scores, data_section, read_if_present
 from firth.models.hf.checkpoint import read_eos_token_ids, read_forced_tokens

@@ -12,7 +12,7 @@ from generate.ends import ending_with
 from generate.test_loop import PROMPTS, any_decoder
 from torch import Tensor
 
-from firth import api
+from firth.commands import generate as commands
 from firth.generate import GeneratedSequence, GenerationConfig, device_decode, generate_sequences, loop, stream_text
 from firth.generate.cuda_graph import restored
 from firth.generate.device_decode import DeviceDecode, DeviceScheduler, kept_decodes, supports_device_decode
@@ -173,13 +173,13 @@ def test_a_seed_gives_the_same_texts_at_any_batch_size(untrained: Any, monkeypat
     settings = dict(max_new_tokens=8, temperature=1.0, num_return_sequences=2, seed=4)
     texts = []
     for size in (2, 6, 64):
-        monkeypatch.setattr(api, "MAX_CONCURRENT_SEQUENCES", size)
-        texts.append([(r["prompt"], r["text"]) for r in api.generate_in_batches(model, prompts, settings)])
+        monkeypatch.setattr(commands, "MAX_CONCURRENT_SEQUENCES", size)
+        texts.append([(r["prompt"], r["text"]) for r in commands.generate_in_batches(model, prompts, settings)])
     assert texts[0] == texts[1] == texts[2]
     assert len(set(texts[0])) == 10
     monkeypatch.setattr(loop, "can_decode_on_device", lambda model, config: True)
     monkeypatch.setattr(device_decode, "MAX_SLOTS", 3)
-    assert [(r["prompt"], r["text"]) for r in api.generate_in_batches(model, prompts, settings)] == texts[0]
+    assert [(r["prompt"], r["text"]) for r in commands.generate_in_batches(model, prompts, settings)] == texts[0]
 
 
 def test_a_stream_is_the_same_text(untrained: Any, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -9,6 +9,7 @@ import torch
 from generate.test_loop import PROMPTS
 
 from firth import api
+from firth.commands.generate import generate_in_batches
 from firth.core.errors import UserError
 from firth.generate import GenerationConfig, generate_sequences
 from firth.generate.speculative import count_accepted, generate_speculative, sample_after_drafts
@@ -93,7 +94,7 @@ def test_other_tokenizers_and_settings_are_refused(untrained: Any, tokenizers: A
 def test_texts_with_a_draft(untrained: Any) -> None:
     model, draft = untrained("gpt2"), untrained("gpt2", 1)
     settings = dict(max_new_tokens=8)
-    wanted = api.generate_in_batches(model, ["Water is", "The"], settings)
-    found = api.generate_in_batches(model, ["Water is", "The"], settings, draft)
+    wanted = generate_in_batches(model, ["Water is", "The"], settings)
+    found = generate_in_batches(model, ["Water is", "The"], settings, draft)
     assert [r["text"] for r in found] == [r["text"] for r in wanted]
     assert api.generate(model, "Water is", draft=draft, **settings) == wanted[0]["text"]

@@ -17,6 +17,8 @@ import pytest
 import torch
 
 from firth import api
+from firth.commands import data_source, shards
+from firth.commands import pretrain as pretrain_command
 from firth.core.errors import UserError
 from firth.lab.prove_resume import compare_runs
 from firth.train import ComputeConfig, Recipe, load_recipe, pretrain, read_log
@@ -47,7 +49,7 @@ class Hand:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.now = 1000.0
-        for module in (clocks, pretraining, replanning, api):
+        for module in (clocks, pretraining, replanning, pretrain_command):
             monkeypatch.setattr(module, "time", SimpleNamespace(monotonic=lambda: self.now))
 
 
@@ -159,7 +161,7 @@ def test_a_resume_counts_the_time_used_before(
 ) -> None:
     """Training the tokenizer took 40 of 60 seconds before the run was stopped: 18 are left for 9 steps of 2."""
     monkeypatch.setattr(pretraining, "time_steps", lambda *given, **named: (2.0, 1.0))
-    plain = api.train_run_tokenizer
+    plain = data_source.train_run_tokenizer
 
     def slowly(*given: Any) -> Any:
         found = plain(*given)
@@ -171,8 +173,8 @@ def test_a_resume_counts_the_time_used_before(
 
     words: dict[str, Any] = {"overrides": SMALL, "minutes": 1.0, "eval_rows": 4, **SIZES}
     with monkeypatch.context() as patch:
-        patch.setattr(api, "train_run_tokenizer", slowly)
-        patch.setattr(api, "prepare_shards", stopped)
+        patch.setattr(data_source, "train_run_tokenizer", slowly)
+        patch.setattr(shards, "prepare_shards", stopped)
         with pytest.raises(KeyboardInterrupt):
             api.pretrain("bert-tiny", corpus_file, tmp_path / "run", **words)
     hand.now += 1e6

@@ -380,7 +380,13 @@ def generate(
     **settings: Any,
 ) -> None:
     """Continue a prompt (decoder), or answer it (encoder-decoder, or a model fine-tuned to answer)."""
-    from firth import api
+    from firth.commands.generate import (
+        generate_in_batches,
+        generate_with_ngram,
+        load_draft,
+        load_for_generation,
+        with_structured_length,
+    )
     from firth.generate import stream_text
     from firth.generate.grammar import read_grammar
     from firth.static.ngram import is_ngram
@@ -392,9 +398,9 @@ def generate(
     constraint = {name: settings[name] for name in CONSTRAINTS if name in settings}
     read_grammar(GenerationConfig(**constraint))  # a mistake in a schema shows before a model is loaded
     if is_ngram(checkpoint):
-        render.print_generated_texts(api.generate_with_ngram(checkpoint, texts, settings), json)
+        render.print_generated_texts(generate_with_ngram(checkpoint, texts, settings), json)
         return
-    model, encoded, defaults = api.load_for_generation(checkpoint, texts, chat, bf16)
+    model, encoded, defaults = load_for_generation(checkpoint, texts, chat, bf16)
     settings = defaults | settings
     single = len(texts) == 1 and settings.get("num_beams", 1) == settings.get("num_return_sequences", 1) == 1
     if stream is None:
@@ -402,14 +408,14 @@ def generate(
     if stream and draft is not None:
         raise UserError("--stream prints tokens one by one, and --draft makes several at once: choose one.")
     if not stream:
-        results = api.generate_in_batches(model, encoded, settings, api.load_draft(draft, bf16))
+        results = generate_in_batches(model, encoded, settings, load_draft(draft, bf16))
         render.print_generated_texts(results, json)
         if not all(result.get("complete", True) for result in results):
             raise typer.Exit(1)
         return
     if len(texts) > 1:
         raise UserError(f"--stream prints one text as it is generated, and there are {len(texts)} prompts.")
-    pieces = stream_text(model, encoded[0], **api.with_structured_length(model, settings))
+    pieces = stream_text(model, encoded[0], **with_structured_length(model, settings))
     first = next(pieces, "")  # raises for invalid settings before anything is printed
     continues = not constraint and isinstance(encoded[0], str) and model.config.architecture != "encoder-decoder"
     print_text(texts[0] if continues else "", end="")

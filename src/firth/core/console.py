@@ -153,6 +153,15 @@ def format_duration(seconds: float) -> str:
 
 
 @contextmanager
+def report_errors() -> Iterator[None]:
+    """Turn any error inside the block into a warning: a report must not fail a run whose model is written."""
+    try:
+        yield
+    except (Exception, KeyboardInterrupt) as e:
+        warn(f"the report could not be written ({type(e).__name__}: {e}). The run itself is not affected.")
+
+
+@contextmanager
 def quiet() -> Iterator[None]:
     """Silence stderr inside the `with` block, for example while a file is read a second time."""
     before, stderr_console.quiet = stderr_console.quiet, True

@@ -1,0 +1,174 @@
+"""The command `finetune`."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from firth.commands.arguments import merge_recipe_changes
+from firth.commands.pretrain import pretrain
+from firth.core.console import quiet
+from firth.core.errors import UserError, did_you_mean, quote
+from firth.models import ModelConfig, read_config
+from firth.recipes import finetuning_defaults, preference_defaults, with_rate_candidates
+from firth.recipes import named_finetuning_defaults as named_recipe
+from firth.tasks.recipe import FinetuneRecipe
+from firth.text.labelled import infer_task
+from firth.tokens import load_tokenizer
+from firth.train.launch_env import require_single_process
+from firth.train.recipe import apply_overrides
+
+
+def finetune(
+    checkpoint: str | Path,
+    task: str | Mapping[str, str] | None,
+    train: str | Path | Mapping[str, str | Path],
+    dev: str | Path | Mapping[str, str | Path],
+    output_dir: str | Path,
+    config: str | Path | None = None,
+    overrides: Mapping[str, Any] | None = None,
+    resume: bool = False,
+    overwrite: bool = False,
+    columns: Mapping[str, str] | None = None,
+    recipe: str | None = None,
+    target_text: Sequence[str | Path] = (),
+    allow_change: bool = False,
+    rewind: int | None = None,
+    against: str | Path | None = None,
+    dry_run: bool = False,
+    **options: Any,
+) -> dict[str, Any]:
+    """Fine-tune a checkpoint on a task with several seeds; return the mean and standard deviation of the scores.
+
+    Mappings of names to files as `train` and `dev` train on several tasks at once (T5, section 3.5.2), with `task` and
+    `prefix` by name too. The defaults are the task that the columns tell, and the prefix "NAME: ".
+
+    `learning_rate` is a number, or "auto" (the default): the best of three tried on a split of train.
+
+    `recipe` names a published one ("ulmfit", "dai-le", "elmo"); the default is the family's own. With `target_text` the
+    checkpoint is first pretrained on that text, in OUTPUT_DIR-target (ULMFiT's second stage). A resumed run whose
+    recipe or examples have changed is refused unless `allow_change`; `rewind` is as in `pretrain`.
+
+    `against` fine-tunes a second arm with the same settings, and tests the difference: "scratch" starts from random
+    weights, a folder from another checkpoint. The arms are the runs finetuned/ and scratch/ (or against/).
+    `dry_run` estimates the run and writes nothing.
+    """
+    require_single_process("Fine-tuning runs in one process: start one run per GPU for several seeds.")
+    named: dict[str, Any] = {"output_dir": str(output_dir), **({"columns": dict(columns)} if columns else {})}
+    if isinstance(train, Mapping) or isinstance(dev, Mapping) or isinstance(task, Mapping):
+        encoding = str(options.get("encoding") or "utf-8")
+        named["tasks"] = name_tasks(task, train, dev, options.pop("prefix", None), columns, encoding)
+    else:
+        named |= {"task": task, "train": str(train), "dev": str(dev)}
+
+    def make_plan(start: str | Path) -> FinetuneRecipe:
+        model_config = read_finetune_config(start)
+        changes = merge_recipe_changes(config, options, overrides, {"checkpoint": str(start), **named})
+        fields = finetuning_defaults(model_config, changes.get("optim"), lora=bool(changes.get("lora_rank")))
+        if task == "preference":
+            fields = preference_defaults(fields)
+        if recipe is not None:
+            fields = named_recipe(recipe, model_config, task if isinstance(task, str) else "text-to-text")
+            changes.setdefault("learning_rate", fields["learning_rate"])  # the published one
+        fields, changes = with_rate_candidates(fields, changes)
+        plan, limit = apply_overrides(FinetuneRecipe(**fields), changes), model_config.max_length
+        if "max_seq_length" in changes and limit is not None and plan.max_seq_length > limit:
+            raise UserError(
+                f"--max-seq-length {plan.max_seq_length:,} is longer than the {limit:,} positions of {start}. Choose "
+                f"{limit:,} or less; longer texts are truncated."
+            )
+        return plan
+
+    plan = make_plan(checkpoint)
+    if plan.parallel != "none":
+        raise UserError(f"parallel={plan.parallel} is for pretraining: fine-tuning runs in one process. Leave it out.")
+    if dry_run:
+        from firth.lab.dry_run import describe_finetuning
+        from firth.train.folder import check_run_folder
+
+        check_run_folder(Path(output_dir), resume, overwrite, [plan.checkpoint, *plan.label_files])
+        return {"dry_run": True, **describe_finetuning(plan, num_arms=1 if against is None else 2)}
+    if against is not None:
+        given = {"--from-scratch": plan.from_scratch, "--target-text": target_text, "--rewind": rewind is not None}
+        if wrong := next((name for name, value in given.items() if value), None):
+            raise UserError(f"--against {against} and {wrong} exclude each other: leave one out.")
+        from firth.lab.against import SCRATCH, finetune_against
+
+        other = replace(plan, from_scratch=True) if str(against) == SCRATCH else make_plan(against)
+        return finetune_against(plan, other, resume, overwrite, allow_change)
+    from firth.evaluate import write_run_report_and_card
+    from firth.tasks import check_task
+    from firth.tasks import finetune as run_finetune
+    from firth.tasks.finetune import read_finetune_data
+
+    if target_text:
+        check_task(plan)  # before the first stage, which takes long
+        stage = {"resume": resume or rewind is not None, "overwrite": overwrite, "allow_change": allow_change}
+        adapted = adapt_to_target_text(checkpoint, target_text, output_dir, **stage, device=plan.device)
+        plan = replace(plan, checkpoint=str(adapted))
+    result = run_finetune(plan, resume, overwrite, allow_change, rewind)
+    with quiet():  # the run has printed all notices on these files
+        examples = read_finetune_data(plan).dev
+    return {**result, "report": str(write_run_report_and_card(Path(plan.output_dir), result, examples))}
+
+
+def read_finetune_config(checkpoint: str | Path) -> ModelConfig:
+    """Read the config of a checkpoint; a path that is none is an error that says how to make one."""
+    if not Path(checkpoint).is_dir():
+        export = " `firth export FILE --format firth` makes one of a file of word vectors." * Path(checkpoint).is_file()
+        raise UserError(f"{checkpoint} is not a checkpoint folder. `firth pretrain` makes one: RUN/final.{export}")
+    return read_config(checkpoint)
+
+
+def name_tasks(
+    task: str | Mapping[str, str] | None,
+    train: str | Path | Mapping[str, str | Path],
+    dev: str | Path | Mapping[str, str | Path],
+    prefix: str | Mapping[str, str] | None = None,
+    columns: Mapping[str, str] | None = None,
+    encoding: str = "utf-8",
+) -> dict[str, dict[str, str]]:
+    """Return the fields of `TaskData` of each of several tasks."""
+    if not isinstance(train, Mapping) or not isinstance(dev, Mapping):
+        raise UserError("Several tasks need a name for every file: --train a=train.csv --dev a=dev.csv --train b=...")
+    if isinstance(prefix, str):
+        raise UserError(f"prefix {quote(prefix)} names no task. Write --prefix NAME={quote(prefix)} for each task.")
+    by_task = task if isinstance(task, Mapping) else dict.fromkeys(train, task) if task else {}
+    for option, given in {"--dev": dev, "--task": by_task, "--prefix": prefix or {}}.items():
+        if unknown := [name for name in given if name not in train]:
+            raise UserError(f"{option} {unknown[0]}=... has no --train. {did_you_mean(unknown[0], train)}")
+    if missing := [name for name in train if name not in dev]:
+        raise UserError(f"--train {missing[0]}={train[missing[0]]} has no --dev {missing[0]}=FILE.")
+    if wrong := [name for name in train if not re.fullmatch(r"[\w-]+", name)]:
+        raise UserError(f"The task name {quote(wrong[0])} may have letters, digits, - and _ only.")
+    return {
+        name: {
+            "task": by_task.get(name) or infer_task(file, columns, encoding),
+            "train": str(file),
+            "dev": str(dev[name]),
+            "prefix": (prefix or {}).get(name, f"{name}: "),
+        }
+        for name, file in train.items()
+    }
+
+
+def adapt_to_target_text(
+    checkpoint: str | Path,
+    text: Sequence[str | Path],
+    output_dir: str | Path,
+    resume: bool = False,
+    overwrite: bool = False,
+    **options: Any,
+) -> Path:
+    """Pretrain on text of the task's domain (Howard & Ruder 2018, section 3.2); return the new checkpoint.
+
+    A word tokenizer gets the words of the text. `options` are fields of the recipe.
+    """
+    folder = Path(f"{output_dir}-target")
+    ulmfit: dict[str, Any] = {"layer_decay": 1 / 2.6, "lr_scheduler_type": "slanted-triangle"}
+    ulmfit |= {"adam_beta1": 0.7, "adam_beta2": 0.99, "add_words": load_tokenizer(checkpoint).kind == "word"}
+    pretrain(checkpoint, list(text), folder, resume=resume, overwrite=overwrite, **ulmfit | options)
+    return folder / "final"

@@ -1,0 +1,318 @@
+"""Arguments of `pretrain` become a recipe and its data, before anything is written."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import TYPE_CHECKING, Any
+
+from firth.commands.arguments import is_architecture, merge_recipe_changes, objective_fields, resolve_model
+from firth.commands.data_source import DataOptions, DataSource, open_data_source, parse_named_sources
+from firth.commands.shards import check_held_out_share
+from firth.core.console import format_count, say, warn
+from firth.core.errors import UserError
+from firth.models import ModelConfig, with_vocabulary
+from firth.recipes import (
+    choose_batch,
+    continued_defaults,
+    default_vocab_size,
+    pretraining_recipe,
+    scale_rate_to_batch,
+    tokenizer_kind,
+    update_recipe,
+)
+from firth.tokens import MixConfig, is_shards_folder, load_tokenizer, open_shards
+from firth.train.recipe import Recipe, read_yaml_mapping
+
+if TYPE_CHECKING:
+    from firth.lab.planner import Planner
+    from firth.tokens import ShardSet
+
+
+DEFAULT_PLANNED_MINUTES = 30.0  # of a run whose size is planned and that names no length
+# Fields of a resumed pretraining that keep the saved value unless they are given.
+KEPT_ON_RESUME_FIELDS = ("optim", "learning_rate", "weight_decay", "warm_start", "seed")
+PLANNED_FIELDS = ("model", "save_steps", "minutes")  # the same for a run whose size was planned
+
+
+@dataclass(frozen=True)
+class PretrainPlan:
+    """A recipe and its data, checked before anything is written."""
+
+    recipe: Recipe
+    keeps_vocab_size: bool  # of the model; otherwise it gets that of the tokenizer
+    data_source: DataSource
+    chooses_batch: bool  # from the text, in a new run that names no batch
+    chooses_rate: bool  # follows a batch that is chosen or set in tokens
+    make_recipe: Callable[[ModelConfig], Recipe]  # of another model, with everything that the user has set
+    architecture: str = ""  # whose size is planned; "": the model is named
+    is_new_preset: bool = False
+    keeps_save_steps: bool = False
+    token_budget: float = 0.0
+
+    @property
+    def inputs(self) -> list[str | Path]:
+        """Paths that the run reads and must not overwrite."""
+        return [*self.data_source.inputs, self.recipe.checkpoint, self.recipe.teacher]
+
+    def make_shards(self, folder: Path) -> dict[str, str]:
+        """Make the shards; the tokenizer must have the special tokens that the objective needs."""
+        objective, length = self.recipe.objective, self.recipe.max_seq_length
+        return self.data_source.make_shards(
+            folder, lambda tokenizer: objective.check(tokenizer.vocab, objective.source_length(length))
+        )
+
+    def describe(self) -> dict[str, Any]:
+        """What the run would do, for --dry-run: the tokens of shards are counted, those of text are estimated."""
+        from firth.lab.dry_run import describe_pretraining
+
+        data, num_tokens, vocab = self.data_source.describe()
+        if self.architecture:
+            return self.describe_planned(data)
+        recipe = self.recipe
+        config = recipe.model if self.keeps_vocab_size else replace(recipe.model, vocab_size=vocab)
+        recipe = self.choose_batch(replace(recipe, model=config), num_tokens)
+        if self.is_new_preset and self.data_source.corpus is None:
+            warn_of_misfit(recipe, self, {name: str(folder) for name, folder in self.data_source.by_name.items()})
+        return describe_pretraining(recipe, data, num_tokens)
+
+    def describe_planned(self, data: dict[str, Any]) -> dict[str, Any]:
+        """The same for a size that is planned, from a sample of the text."""
+        from firth.lab.dry_run import describe_pretraining
+
+        with TemporaryDirectory(prefix="firth-plan-") as folder, self.open_sample(Path(folder)) as planner:
+            found = planner.plan(self.architecture)
+        for line in found.describe():
+            say(line)
+        run = found.chosen
+        estimate = describe_pretraining(run.recipe, data, found.text.tokens)
+        planned = {"steps": run.steps, "tokens_read": round(run.tokens_read), "passes": run.passes}
+        return {
+            "model": run.name,
+            **estimate,
+            **planned,
+            "seconds": run.seconds,
+            "peak_memory_bytes": run.memory_bytes,
+            "expected_loss": run.loss,
+        }
+
+    @contextmanager
+    def open_sample(self, folder: Path) -> Iterator[Planner]:
+        """A planner for the shards, or for a sample of the text that is tokenized into `folder`."""
+        from firth.lab.plan_text import sample_text
+
+        source = self.data_source
+        if source.corpus is None:
+            yield self.make_planner(open_shards(Path(str(source.by_name[""]))))
+            return
+        kind, size, lowercase = source.new_tokenizer_args
+        size = size or default_vocab_size(source.corpus.total_bytes, kind)
+        held_out = source.data_options.held_out
+        sample = sample_text(source.corpus, source.tokenizer, (kind, size, lowercase), held_out, folder)
+        yield self.make_planner(sample.shards, sample.scale, sample.prepare_seconds)
+
+    def make_planner(
+        self, shards: ShardSet, scale: float = 1.0, prepare_seconds: float = 0.0, elapsed_seconds: float = 0.0
+    ) -> Planner:
+        """A planner whose recipes have everything that the user has set, for a text of `scale` times these shards."""
+        from firth.lab.plan_text import read_text_facts
+        from firth.lab.planner import Planner
+        from firth.train.launch_env import read_launch_env
+
+        def make_recipe(config: ModelConfig) -> Recipe:
+            recipe = self.make_recipe(config)
+            if not self.keeps_vocab_size:
+                recipe = replace(recipe, model=with_vocabulary(recipe.model, shards.tokenizer.vocab))
+            return replace(recipe, processes=num_devices)
+
+        launched = read_launch_env()
+        num_devices = launched.world_size if launched is not None else 1
+        keeps = {"batch": self.chooses_batch, "rate": self.chooses_rate, "save_steps": not self.keeps_save_steps}
+        return Planner(
+            make_recipe,
+            shards,
+            read_text_facts(make_recipe(self.recipe.model), shards, scale, prepare_seconds),
+            tokens=self.token_budget,
+            keeps=[name for name, chosen in keeps.items() if not chosen],
+            num_devices=num_devices,
+            elapsed_seconds=elapsed_seconds,
+        )
+
+    def resolve_recipe(
+        self, shards: Mapping[str, str], times_steps: bool = False, elapsed_seconds: float = 0.0
+    ) -> Recipe:
+        """The recipe with the fields that depend on the shards: paths, tokenizer, vocabulary size, planned size.
+
+        With `times_steps` a plan times steps on a CPU; on a GPU they would have to be compiled first.
+        """
+        first = open_shards(Path(next(iter(shards.values()))))
+        recipe, tokenizer = self.recipe, first.tokenizer
+        if self.architecture:
+            from firth.train.distributed import SINGLE_PROCESS, select_device
+
+            times_steps = times_steps and select_device(SINGLE_PROCESS, recipe).type == "cpu"
+            planner = self.make_planner(first, elapsed_seconds=elapsed_seconds)
+            found = planner.plan(self.architecture, times_steps)
+            for line in found.describe():
+                say(line)
+            for note in found.notes:
+                warn(note)
+            recipe = replace(found.chosen.recipe, processes=self.recipe.processes)
+        elif not self.keeps_vocab_size:
+            recipe = replace(recipe, model=with_vocabulary(recipe.model, tokenizer.vocab))
+        sources = {name: folder for name, folder in shards.items() if name}
+        recipe = replace(recipe, data=shards.get("", ""), sources=sources, tokenizer=tokenizer.fingerprint)
+        if not self.architecture:
+            recipe = self.choose_batch(recipe, sum(open_shards(Path(folder)).num_tokens for folder in shards.values()))
+        recipe.check()
+        return recipe
+
+    def choose_batch(self, recipe: Recipe, text_tokens: int) -> Recipe:
+        """The recipe with its global batch, and the learning rate that follows from it."""
+        if self.chooses_batch:
+            recipe = with_chosen_batch(recipe, text_tokens)
+        if self.chooses_rate and recipe.global_batch_tokens:
+            rate = scale_rate_to_batch(recipe.learning_rate, recipe.model, recipe.global_batch_tokens)
+            if rate != recipe.learning_rate:
+                say(f"learning rate: {rate:g} instead of {recipe.learning_rate:g}, as it follows the batch")
+            recipe = replace(recipe, learning_rate=rate)
+        return recipe
+
+
+def plan_pretraining(
+    model: str | Path,
+    data: str | Path | Sequence[str | Path],
+    output_dir: str | Path,
+    tokenizer: str | Path | None,
+    objective: str | None,
+    data_options: DataOptions,
+    config: str | Path | None,
+    overrides: Mapping[str, Any] | None,
+    options: Mapping[str, Any],
+    saved_fields: Mapping[str, Any] | None = None,
+    token_budget: float = 0.0,
+) -> PretrainPlan:
+    """Resolve the arguments of `pretrain` into a checked recipe and its data.
+
+    A field that is not given keeps the value of the saved recipe of a resumed run, or the model's default. The size of
+    an architecture is planned later, from the text; until then its smallest model stands for it. `token_budget` are
+    the tokens that a plan may read.
+    """
+    architecture = str(model) if is_architecture(model) and not saved_fields else ""
+    model_config, checkpoint = resolve_model(model)
+    named = {"output_dir": str(output_dir), "checkpoint": str(checkpoint or ""), "data": "", "tokenizer": ""}
+    changes = merge_recipe_changes(config, {**options, "objective": objective_fields(objective)}, overrides, named)
+    defaults = {} if checkpoint is None else {**continued_defaults(model_config), **next_run_seed(checkpoint)}
+    if architecture and not (changes.get("minutes") or changes.get("max_steps") or changes.get("num_train_epochs")):
+        say(f"no --minutes, --max-steps or --num-train-epochs: planning for {DEFAULT_PLANNED_MINUTES:g} minutes")
+        defaults["minutes"] = DEFAULT_PLANNED_MINUTES
+
+    def make_recipe(config: ModelConfig) -> Recipe:
+        return update_recipe(pretraining_recipe(config), {**defaults, **(saved_fields or {}), **changes})
+
+    recipe = make_recipe(model_config)
+    recipe.check()
+    check_held_out_share(data_options.held_out)
+    sources = [data] if isinstance(data, str | Path) else list(data)
+    tokenizer_path = tokenizer or checkpoint
+    if tokenizer and checkpoint and load_tokenizer(tokenizer).fingerprint != load_tokenizer(checkpoint).fingerprint:
+        raise UserError(f"{tokenizer} is not the tokenizer that {checkpoint} was trained with. Leave out --tokenizer.")
+    if data_options.add_words:
+        check_can_add_words(checkpoint, sources)
+    if checkpoint and (data_options.vocab_size or data_options.lowercase):
+        raise UserError(f"{checkpoint} keeps its tokenizer. Leave out --vocab-size and --lowercase.")
+    mixed = parse_named_sources(sources)
+    if mixed and architecture:
+        raise UserError(
+            f"The size of {architecture} is planned for one text. Name a size for a mix: {architecture}-8x512."
+        )
+    if recipe.mixing != MixConfig() and not mixed:
+        raise UserError("A mix needs several named sources: --data a=a.txt --data b=b.txt.")
+    if mixed:  # refuse wrong names before any text is tokenized
+        recipe.mixing.row_weights(dict.fromkeys(mixed, 1), dict.fromkeys(mixed, 1))
+    if mixed and "warm_start" not in changes:
+        recipe = replace(recipe, warm_start="none")
+    new = [tokenizer_kind(recipe.model, recipe.objective), data_options.vocab_size, data_options.lowercase]
+    marks_salient = "salient" in recipe.objective.token_flags
+    source = open_data_source(sources, tokenizer_path, data_options, new, marks_salient, mixed)
+    keeps_vocab_size = (checkpoint is not None and not data_options.add_words) or "model.vocab_size" in changes
+    names_batch = recipe.per_device_train_batch_size or recipe.global_batch_tokens
+    chooses_rate = not saved_fields and "learning_rate" not in changes
+    return PretrainPlan(
+        recipe,
+        keeps_vocab_size,
+        source,
+        not (saved_fields or names_batch),
+        chooses_rate,
+        make_recipe,
+        architecture,
+        not saved_fields and checkpoint is None,
+        "save_steps" in changes,
+        token_budget,
+    )
+
+
+def read_saved_fields(run: Path, is_planned: bool = False) -> dict[str, Any]:
+    """Fields that a resumed run keeps, from the recipe in its folder; empty for a new run.
+
+    A run whose size was planned keeps that too.
+    """
+    saved = read_yaml_mapping(run / "recipe.yaml") if (run / "recipe.yaml").is_file() else {}
+    names = (*KEPT_ON_RESUME_FIELDS, *(PLANNED_FIELDS if is_planned else ()))
+    return {name: saved[name] for name in names if name in saved}
+
+
+def check_can_add_words(checkpoint: Path | None, sources: Sequence[str | Path]) -> None:
+    """Raise a UserError where --add-words has no word tokenizer to extend or no text to read."""
+    if checkpoint is None:
+        raise UserError("--add-words extends the vocabulary of a checkpoint. Leave it out for a new model.")
+    if (kind := load_tokenizer(checkpoint).kind) != "word":
+        raise UserError(f"--add-words is for word tokenizers; that of {checkpoint} is {kind}. Leave it out.")
+    if any(is_shards_folder(Path(source)) for source in sources):
+        raise UserError("--add-words needs text: the tokens of shards are fixed. Give --data TEXT.")
+
+
+def next_run_seed(checkpoint: Path) -> dict[str, int]:
+    """The next seed for continued pretraining: with the checkpoint's own seed it would read the same rows again."""
+    stored = checkpoint.absolute().parent / "recipe.yaml"
+    seed = read_yaml_mapping(stored).get("seed") if stored.is_file() else None
+    return {"seed": seed + 1} if isinstance(seed, int) else {}
+
+
+def with_chosen_batch(recipe: Recipe, text_tokens: int) -> Recipe:
+    """The recipe with the global batch that suits model, text, time and device, which is said."""
+    from firth.train.distributed import SINGLE_PROCESS, select_device
+    from firth.train.launch_env import read_launch_env
+    from firth.train.resources import estimate_tokens_per_second
+
+    device, length = select_device(SINGLE_PROCESS, recipe), recipe.max_seq_length
+    launched, on_gpu = read_launch_env(), device.type == "cuda"
+    num_devices, run_length = launched.world_size if launched is not None else 1, dict[str, Any]()
+    if recipe.minutes:
+        speed = num_devices * estimate_tokens_per_second(recipe.model, length, device)
+        run_length["tokens_read"] = 60 * recipe.minutes * speed
+    elif recipe.max_steps:
+        run_length["max_steps"] = recipe.max_steps
+    else:
+        run_length["tokens_read"] = recipe.num_train_epochs * text_tokens
+    choice = choose_batch(recipe.model, length, text_tokens, on_gpu, num_devices, **run_length)
+    rows = format_count(choice.tokens // length, "row")
+    say(f"global batch: {choice.tokens:,} tokens, {rows} of {length} ({choice.reason})")
+    return replace(recipe, global_batch_tokens=choice.tokens)
+
+
+def warn_of_misfit(recipe: Recipe, plan: PretrainPlan, shards: Mapping[str, str]) -> None:
+    """Warn about a named model that is much too large or small for its text and minutes."""
+    from firth.lab.planner import describe_misfit
+
+    if not recipe.minutes or recipe.model.recurrent is not None or list(shards) != [""]:
+        return
+    try:
+        message = describe_misfit(recipe, plan.make_planner(open_shards(Path(shards[""]))))
+    except UserError:  # no other size takes the user's changes of the model, as a width that its heads do not divide
+        return
+    if message:
+        warn(message)

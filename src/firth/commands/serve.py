@@ -1,0 +1,16 @@
+"""The command `serve`."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+
+def serve(checkpoints: str | Path | Sequence[str | Path], **settings: Any) -> None:
+    """Answer requests over HTTP until Ctrl-C. `settings` are fields of `firth.serve.config.ServeConfig`: port=8080."""
+    from firth.serve.config import ServeConfig
+    from firth.serve.server import serve as serve_checkpoints
+
+    given = [checkpoints] if isinstance(checkpoints, str | Path) else checkpoints
+    serve_checkpoints([str(checkpoint) for checkpoint in given], ServeConfig(**settings))

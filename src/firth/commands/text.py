@@ -1,0 +1,159 @@
+"""Commands on text before a training: `check`, `tokenizer`, `prepare`."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from firth.commands.shards import (
+    check_held_out_share,
+    check_shard_options,
+    check_shard_salient,
+    check_shard_source,
+    check_shard_tokenizer,
+    summarize_shards,
+    write_shards,
+)
+from firth.core.console import say
+from firth.core.errors import UserError, did_you_mean, quote
+from firth.core.files import atomic_folder, check_output_folder
+from firth.core.html import resolve_page_path
+from firth.lab.check import COMPARED_TOKENIZER_KINDS as COMPARED
+from firth.lab.check import check_corpus, read_leak_examples
+from firth.lab.check_page import save_check_page as save_check
+from firth.lab.check_text import print_check
+from firth.recipes import default_vocab_size
+from firth.text import HELD_OUT_FRACTION, Corpus, SalientSpanFinder, load_salient_finder
+from firth.tokens import TOKENIZER_KINDS, is_shards_folder, load_tokenizer, retrain_tokenizer, train_tokenizer
+from firth.tokens.checkup import SAMPLE_CHARS
+from firth.tokens.shards import find_shard_damage
+
+
+def check(
+    texts: Sequence[str | Path] | str | Path,
+    tokenizer: str | Path | None = None,
+    output_dir: str | Path = ".",
+    kinds: Sequence[str] = COMPARED,
+    vocab_sizes: Sequence[int] = (),
+    sample: int = SAMPLE_CHARS,
+    lowercase: bool = False,
+    overwrite: bool = False,
+    printed: bool = False,
+    labelled: str | Path | None = None,
+    task: str | None = None,
+    labelled_columns: Mapping[str, str] | None = None,
+    **reading: Any,
+) -> dict[str, Any]:
+    """Check a text and how tokenizers split it; recommend vocabulary, row length and model size.
+
+    `tokenizer` is the folder of a tokenizer or checkpoint to judge. It is compared with tokenizers of all `kinds` and
+    `vocab_sizes`, trained on `sample` characters. `labelled` is a file whose examples are searched in the text; its
+    `task` is told by its columns unless given. Writes check.html to `output_dir`, and to the terminal if `printed`.
+    """
+    page = resolve_page_path(Path(output_dir), "check", overwrite)
+    for kind in kinds:
+        if kind not in TOKENIZER_KINDS:
+            raise UserError(f"--kinds: unknown kind of tokenizer {quote(kind)}. {did_you_mean(kind, TOKENIZER_KINDS)}")
+    if small := [size for size in vocab_sizes if size < 1]:
+        raise UserError(f"--vocab-sizes: {small[0]} is not a size. Write whole numbers, as 4096,8192.")
+    if sample < 1000:
+        raise UserError(f"--sample is {sample}, and must be at least 1,000 characters.")
+    judged = load_tokenizer(Path(tokenizer)) if tokenizer is not None else None
+    if labelled is None and (task is not None or labelled_columns):
+        raise UserError("--task and --labelled-columns need --labelled FILE.")
+    encoding = reading.get("encoding") or "utf-8"
+    examples = read_leak_examples(str(labelled), task, labelled_columns, encoding) if labelled is not None else None
+    corpus = Corpus(texts, **reading)
+    result = check_corpus(corpus, judged, str(tokenizer or ""), kinds, vocab_sizes, sample, lowercase, examples)
+    save_check(result, page)
+    if printed:
+        print_check(result)
+    return {**result.to_dict(), "page": str(page)}
+
+
+def tokenizer(
+    texts: Sequence[str | Path],
+    output_dir: str | Path,
+    kind: str = "wordpiece",
+    vocab_size: int = 0,
+    lowercase: bool = False,
+    overwrite: bool = False,
+    like: str | Path | None = None,
+    pattern: str = "gpt2",
+    byte_fallback: bool = False,
+    max_memory: int | None = None,
+    seed: int = 0,
+    reverse: bool = False,
+    dry_run: bool = False,
+    **reading: Any,
+) -> dict[str, Any]:
+    """Train a tokenizer on text; with `dry_run` only say what would be read and written.
+
+    `like` is the folder of a tokenizer or checkpoint, whose kind, normalization and special tokens the new one gets;
+    otherwise `kind`, `lowercase`, `pattern` and `byte_fallback` define it. `reverse` reverses every text, for models
+    that read from its end. `reading` are arguments of Corpus: `documents`, `columns`, `normalize` and so on.
+    """
+    folder = Path(output_dir)
+    check_output_folder(folder, "--output-dir", overwrite, "tokenizer")
+    template = None if like is None else load_tokenizer(like)
+    corpus = Corpus(texts, **reading)
+    size = vocab_size or default_vocab_size(corpus.total_bytes)
+    if dry_run:
+        from firth.lab.dry_run import describe_text
+
+        kind = kind if template is None else template.kind
+        return {"dry_run": True, **describe_text(corpus), "kind": kind, "vocab_size": size, "writes": str(folder)}
+    if template is not None:
+        new = retrain_tokenizer(template, corpus.texts(), size, max_memory, seed)
+    else:
+        new = train_tokenizer(
+            corpus.texts(), kind, size, lowercase, max_memory, seed, pattern, byte_fallback, corpus.cleaner.normalize
+        )
+    new = new.to_reversed() if reverse else new
+    say(corpus.describe())
+    with atomic_folder(folder, "tokenizer") as temporary:
+        new.save(temporary)
+    facts = {"kind": new.kind, "vocab_size": new.vocab.size, "fingerprint": new.fingerprint}
+    return {"output_dir": str(folder), **facts}
+
+
+def prepare(
+    texts: Sequence[str | Path],
+    tokenizer: str | Path,
+    output_dir: str | Path,
+    held_out: float = HELD_OUT_FRACTION,
+    resume: bool = False,
+    overwrite: bool = False,
+    salient: str | SalientSpanFinder | None = None,
+    workers: int = 0,
+    max_memory: int | None = None,
+    dedup: str = "exact",
+    dry_run: bool = False,
+    **reading: Any,
+) -> dict[str, Any]:
+    """Tokenize text into shards; with `dry_run` only say what would be read and written.
+
+    `salient` marks names, numbers and dates ("default"), or the spans that a function finds. `workers` processes (0:
+    one per core) share `max_memory` bytes; the shards do not depend on either. `dedup` drops duplicate documents:
+    "none", "exact" or "near". `reading` are arguments of Corpus.
+    """
+    folder = Path(output_dir)
+    check_held_out_share(held_out)
+    find = load_salient_finder(salient) if isinstance(salient, str) else salient
+    corpus, loaded = Corpus(texts, **reading), load_tokenizer(Path(tokenizer))
+    if dry_run:
+        from firth.lab.dry_run import describe_shards
+
+        check_output_folder(folder, "--output-dir", overwrite, "shards", resume)
+        return {"dry_run": True, **describe_shards(corpus, folder)}
+    if resume and is_shards_folder(folder) and find_shard_damage(folder) is None:
+        check_shard_tokenizer(folder, tokenizer)
+        check_shard_salient(folder, find)
+        check_shard_options(folder, {"held_out_share": held_out, "dedup": dedup})
+        check_shard_source(folder, corpus)
+        return summarize_shards(folder)
+    check_output_folder(folder, "--output-dir", overwrite, "shards", resume)
+    return write_shards(
+        corpus, loaded, folder, held_out, find, workers=workers, max_memory=max_memory, dedup=dedup, resume=resume
+    )
