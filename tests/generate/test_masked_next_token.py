@@ -13,7 +13,7 @@ from firth.evaluate.likelihood import make_scorer, text_likelihoods
 from firth.generate import GenerationConfig, fill, generate, generate_ids
 from firth.models import Model, load_model, make_model
 from firth.models.presets import llama, modernbert
-from firth.objectives import Batch, MaskedNextToken
+from firth.objectives import OBJECTIVES, Batch, MaskedNextToken
 from firth.objectives.registry import describe_objective
 from firth.tokens import Tokenizer
 
@@ -21,10 +21,10 @@ TEXTS = ["The fox came back.", "Anna said that the heron was older than the brid
 CPU = torch.device("cpu")
 
 
-@pytest.fixture(params=["encoder", "decoder"])
+@pytest.fixture(params=["encoder", "decoder", "mlm-and-clm"])
 def trained(request: pytest.FixtureRequest, tokenizers: dict[str, Tokenizer], tmp_path: Path) -> Model:
     """A random model, saved and loaded as if the objective had trained it."""
-    is_encoder = request.param == "encoder"
+    is_encoder = request.param != "decoder"
     tokenizer = tokenizers["wordpiece" if is_encoder else "byte-bpe"]
     torch.manual_seed(0)
     model = make_model((modernbert if is_encoder else llama)(3, 32, 2, 64, tokenizer.vocab.size))
@@ -32,7 +32,10 @@ def trained(request: pytest.FixtureRequest, tokenizers: dict[str, Tokenizer], tm
         for p in model.parameters():
             p.add_(torch.randn_like(p) * 0.2)
     model.tokenizer = tokenizer
-    model.objective = describe_objective(MaskedNextToken(architecture=request.param))
+    objective = (
+        OBJECTIVES["mlm-and-clm"] if request.param == "mlm-and-clm" else MaskedNextToken(architecture=request.param)
+    )
+    model.objective = describe_objective(objective)
     model.save(tmp_path / "saved")
     return load_model(tmp_path / "saved")
 
@@ -45,12 +48,16 @@ def text_ids(model: Model, text: str) -> list[int]:
 
 
 @torch.no_grad()
-def test_a_masked_token_is_scored_at_the_position_before_it(trained: Model, tmp_path: Path) -> None:
-    """Logits of `transformers`, for a decoder with a mask that lets every token attend to all."""
+def test_a_masked_token_is_scored_where_it_is_predicted(trained: Model, tmp_path: Path) -> None:
+    """Logits of `transformers`, for a decoder with a mask that lets every token attend to all.
+
+    Masked next-token prediction has them at the position before, `mlm-and-clm` at the [MASK] itself.
+    """
     from transformers import AutoModelForCausalLM, AutoModelForMaskedLM
 
     assert trained.tokenizer is not None
     is_encoder = trained.config.architecture == "encoder"
+    shift = int(trained.config.predicts_next_token)
     other: Any = (AutoModelForMaskedLM if is_encoder else AutoModelForCausalLM).from_pretrained(tmp_path / "saved")
     expected = []
     for text in TEXTS:
@@ -59,7 +66,7 @@ def test_a_masked_token_is_scored_at_the_position_before_it(trained: Model, tmp_
         total = 0.0
         for i in range(1, len(ids) - 1):
             hidden = [*ids[:i], trained.tokenizer.vocab.mask, *ids[i + 1 :]]
-            logits = other.eval()(torch.tensor([hidden]), **mask).logits[0, i - 1]
+            logits = other.eval()(torch.tensor([hidden]), **mask).logits[0, i - shift]
             total += float(logits.log_softmax(-1)[ids[i]])
         expected.append(total)
     found = [one.logp for one in text_likelihoods(trained, TEXTS, method="pseudo")]
@@ -69,7 +76,7 @@ def test_a_masked_token_is_scored_at_the_position_before_it(trained: Model, tmp_
     blanked = trained.tokenizer.encode(f"The {trained.tokenizer.special_tokens['mask']} came back.", parse_special=True)
     ids, at = [first, *blanked, last], 1 + blanked.index(trained.tokenizer.vocab.mask)
     mask = {} if is_encoder else {"attention_mask": torch.zeros(1, 1, len(ids), len(ids))}
-    p = other(torch.tensor([ids]), **mask).logits[0, at - 1].softmax(-1)
+    p = other(torch.tensor([ids]), **mask).logits[0, at - shift].softmax(-1)
     p[list(trained.tokenizer.vocab.special_ids)] = 0
     (blank,) = fill(trained, "The ___ came back.", top=3)
     assert [guess.probability for guess in blank.guesses] == pytest.approx(p.topk(3).values.tolist(), rel=1e-3)
@@ -92,9 +99,10 @@ def test_causal_scores_are_those_of_a_causal_row(trained: Model) -> None:
     assert found == pytest.approx(expected, abs=1e-3)
 
 
-def test_the_default_method_is_that_of_the_architecture(trained: Model) -> None:
-    wanted = "within-word-l2r" if trained.config.architecture == "encoder" else "left-to-right"
-    assert make_scorer(trained).method == wanted
+def test_the_default_method_is_exact(trained: Model) -> None:
+    scorer = make_scorer(trained)
+    assert scorer.method == "left-to-right"
+    assert scorer.is_exact
 
 
 @pytest.mark.parametrize("num_beams", [1, 2])

@@ -46,6 +46,7 @@ FORMS = {
     "prefix-lm-denoising": "prefix-denoising",
     "unilm": "masked",
     "masked-next-token": "next-token",
+    "mlm-and-clm": "causal-encoder",
     "mlm": "causal",
     "span-corruption": "causal",
 }

@@ -12,7 +12,7 @@ import torch
 from firth.core.errors import UserError
 from firth.models import make_model
 from firth.models.presets import llama, modernbert
-from firth.objectives import IGNORE_INDEX, MLM, OBJECTIVES, Batch, CounterRNG, MaskedNextToken
+from firth.objectives import IGNORE_INDEX, MLM, OBJECTIVES, Batch, CounterRNG, MaskedNextToken, MLMAndCLM
 from firth.objectives.noise_mask import SpanMasking
 from firth.recipes import pretraining_recipe
 from firth.tokens import Rows, Vocabulary
@@ -37,6 +37,11 @@ def test_rows_by_hand(picture: Picture, written: Writer, vocab: Vocabulary) -> N
     assert batch.labels.tolist() == [[x, 11, x, x, x, 20, x, x, x], [10, 11, 12, SEP, x, 20, 21, SEP, x]]
     assert batch.attention_rank.tolist() == [[0] * 9, list(range(9))]
     assert batch.target_positions is None
+
+    in_place = MLMAndCLM(mlm=MLM(rate=0.4))(rows, draws, vocab)
+    assert in_place.input_ids.tolist() == batch.input_ids.tolist()
+    assert in_place.labels.tolist() == [[x, x, 11, x, x, x, 20, x, x], [10, 11, 12, SEP, x, 20, 21, SEP, x]]
+    assert in_place.attention_rank.tolist() == batch.attention_rank.tolist()
 
 
 def test_a_document_that_starts_with_text_has_no_position_before_it(
@@ -80,16 +85,16 @@ def test_the_recipe_sets_the_special_tokens_of_the_architecture(vocab: Vocabular
     assert encoder.model.prompt_form == decoder.model.prompt_form == "next-token"
 
 
-@pytest.mark.parametrize("make", [modernbert, llama])
+@pytest.mark.parametrize(
+    ("make", "kind"), [(modernbert, MaskedNextToken), (llama, MaskedNextToken), (modernbert, MLMAndCLM)]
+)
 def test_a_token_changes_only_the_positions_that_may_see_it(
-    make: Callable[..., object], rows_for: Maker, vocab: Vocabulary
+    make: Callable[..., object], kind: type[MaskedNextToken], rows_for: Maker, vocab: Vocabulary
 ) -> None:
     """In a masked row a label's own token is hidden from all positions, in a causal row from the earlier ones."""
     torch.manual_seed(0)
     config = replace(make(2, 32, 2, 64, 1000), dropout=0.0)  # type: ignore[type-var]
-    objective = replace(
-        MaskedNextToken(mlm=MLM(rate=0.2, mask_prob=1.0, random_prob=0.0)), architecture=config.architecture
-    )  # type: ignore[attr-defined]
+    objective = replace(kind(mlm=MLM(rate=0.2, mask_prob=1.0, random_prob=0.0)), architecture=config.architecture)  # type: ignore[attr-defined]
     model = make_model(config).eval()  # type: ignore[arg-type]
     with torch.no_grad():
         for p in model.parameters():
@@ -116,6 +121,6 @@ def test_a_token_changes_only_the_positions_that_may_see_it(
                 assert batch.labels[b, changed - 1] != other.labels[b, changed - 1] or not same_document[changed - 1]
             elif batch.input_ids[b, changed] == MASK:
                 assert not seen.any()
-                assert other.labels[b, changed - 1] == tokens[b, changed]
+                assert other.labels[b, changed - kind.label_shift] == tokens[b, changed]
             else:
                 assert (seen == same_document).all()

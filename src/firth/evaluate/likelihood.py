@@ -115,13 +115,15 @@ def choose_scoring_method(config: ModelConfig, method: str = "auto") -> tuple[st
     """Return the name and the scorer of a method; refuse a model without an LM head or without the method."""
     check_has_lm_head(config)
     kind = "decoder" if isinstance(config.recurrent, ELMoConfig) else config.architecture
-    trained = "denoising " if config.has_sentinel_prompt else "next-token " if config.predicts_next_token else ""
+    is_both = config.predicts_next_token or config.is_causal_encoder
+    trained = "denoising " if config.has_sentinel_prompt else "masked and causal " if is_both else ""
     methods = SCORERS_BY_ARCHITECTURE[trained + kind]
     if method != "auto" and method not in methods:
         others = [name for scorers in SCORERS_BY_ARCHITECTURE.values() for name in scorers]
-        note = {"denoising ": " (trained to denoise)", "next-token ": " (masked next-token prediction)"}.get(
-            trained, ""
-        )
+        note = {
+            "denoising ": " (trained to denoise)",
+            "masked and causal ": " (trained on masked and causal rows)",
+        }.get(trained, "")
         known = f"This checkpoint has the architecture {kind}{note}, which has: {', '.join(methods)}."
         raise UserError(f"method {quote(method)}: " + (known if method in others else did_you_mean(method, methods)))
     name = next(iter(methods)) if method == "auto" else method
@@ -502,9 +504,17 @@ class ContinuationScorer(Scorer):
 SCORERS_BY_ARCHITECTURE: dict[str, dict[str, type[Scorer]]] = {
     "decoder": {"left-to-right": CausalScorer},
     "denoising decoder": {"span": DecoderSpanScorer},
-    "next-token decoder": {"left-to-right": CausalScorer, "within-word-l2r": MaskedScorer, "pseudo": MaskedScorer},
+    "masked and causal decoder": {
+        "left-to-right": CausalScorer,
+        "within-word-l2r": MaskedScorer,
+        "pseudo": MaskedScorer,
+    },
     "encoder": {"within-word-l2r": MaskedScorer, "pseudo": MaskedScorer},
-    "next-token encoder": {"within-word-l2r": MaskedScorer, "pseudo": MaskedScorer, "left-to-right": CausalScorer},
+    "masked and causal encoder": {
+        "left-to-right": CausalScorer,
+        "within-word-l2r": MaskedScorer,
+        "pseudo": MaskedScorer,
+    },
     "encoder-decoder": {"span": SpanScorer, "continuation": ContinuationScorer},
 }
 

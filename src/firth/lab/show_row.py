@@ -202,7 +202,7 @@ def build_row_view(
             format_tokens,
             bool(predicts_in_place(trace.batch)[b]),
             has_query_stream,
-            is_masked_next_token_row(batch_row, objective),
+            masked_row_shift(batch_row, objective),
         ),
         attention_masks=build_attention_masks(batch_row, is_causal, has_query_stream),
     )
@@ -216,19 +216,19 @@ def build_sequences(
     format_tokens: TokenFormatter,
     in_place: bool,
     has_query_stream: bool,
-    is_masked_next_token: bool = False,
+    masked_shift: int | None = None,
 ) -> list[SequenceView]:
     """Return the input of a row and, for an encoder-decoder, the decoder's labels.
 
     `in_place`: targets are predicted at their own positions, as in MLM. `has_query_stream`: by XLNet's second stream.
-    `is_masked_next_token`: masked tokens are predicted at the positions before them.
+    `masked_shift`: positions from a label to its masked token, in a row of `masked-next-token` or `mlm-and-clm`.
     """
     doc = np.zeros(len(batch_row.input_ids), int) if batch_row.document_ids is None else batch_row.document_ids
     marks = default_marks(batch_row.input_ids, vocab)
     if batch_row.decoder_input_ids is not None:
         return build_encoder_decoder_sequences(source_row, batch_row, trace, doc, marks, vocab, format_tokens)
-    if in_place or is_masked_next_token:
-        targets = [i + is_masked_next_token for i in labels_by_position(batch_row)]
+    if in_place or masked_shift is not None:
+        targets = [i + (masked_shift or 0) for i in labels_by_position(batch_row)]
         marks |= mark_mlm_noise(source_row, batch_row, trace.batch, vocab, has_query_stream, targets)
     else:
         marks |= mark_next_token_targets(batch_row, doc)
@@ -236,9 +236,10 @@ def build_sequences(
     return [build_sequence("input", batch_row.input_ids, doc, marks, format_tokens, batch_row.token_type_ids)]
 
 
-def is_masked_next_token_row(batch_row: Batch, objective: Any) -> bool:
-    """Whether a row of masked next-token prediction is a masked one."""
-    return isinstance(objective, MaskedNextToken) and not batch_row.attention_rank.any()
+def masked_row_shift(batch_row: Batch, objective: Any) -> int | None:
+    """Positions from a label to its masked token; None for a causal row and for other objectives."""
+    is_masked = isinstance(objective, MaskedNextToken) and not batch_row.attention_rank.any()
+    return objective.label_shift if is_masked else None
 
 
 def build_encoder_decoder_sequences(
@@ -398,11 +399,12 @@ def describe_row(batch_row: Batch, objective: Any, format_tokens: TokenFormatter
     elif batch_row.labels is not None and batch_row.labels.ndim == 2:
         notes.append("Every token is predicted twice: from all tokens before it, and from all tokens after it.")
     elif isinstance(objective, MaskedNextToken):
-        is_masked = is_masked_next_token_row(batch_row, objective)
+        shift = masked_row_shift(batch_row, objective)
+        where = "its own position" if shift == 0 else "the position before it"
         notes.append(
-            "A masked row: each target is predicted at the position before it, and every token attends to all."
-            if is_masked
-            else "A causal row: each token is predicted from the tokens before it."
+            "A causal row: each token is predicted from the tokens before it."
+            if shift is None
+            else f"A masked row: each target is predicted at {where}, and every token attends to all."
         )
     elif isinstance(objective, CLMThenMLM):
         notes.append(

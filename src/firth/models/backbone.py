@@ -187,6 +187,8 @@ class Stack(nn.Module):
         assert self.memory is None, "memory does not support sliding windows"
         if global_spec.key_range is not None:
             global_spec = global_spec._replace(key_range=global_spec.key_range.as_interval())
+        if window.size // 2 >= T - 1:  # the window reaches all of the row
+            return global_spec, global_spec._replace(rope=make_rope(self.config, position_ids, x, is_local=True))
         near = LocalWindow(torch.arange(T, device=x.device), window.size // 2)
         local_spec = make_attention_spec(
             self.is_causal, document_ids, attention_rank, score_bias=bias, window=near, bias_max_distance=max_distance

@@ -500,7 +500,7 @@ MAX_LAYERS = 2_000  # of a stack; the deepest published Transformer has 1,000 (D
 BAG_OF_WORDS_FAMILY = "bag"  # the family without layers: a text is the mean of its token embeddings
 
 
-PromptForm = Literal["causal", "prefix", "denoising", "prefix-denoising", "masked", "next-token"]
+PromptForm = Literal["causal", "prefix", "denoising", "prefix-denoising", "masked", "next-token", "causal-encoder"]
 
 
 @dataclass(frozen=True)
@@ -579,7 +579,8 @@ class ModelConfig:
     @property
     def is_causal_encoder(self) -> bool:
         """Whether an encoder reads a prompt, and writes after it, with causal attention."""
-        return self.predicts_next_token and self.architecture == "encoder"
+        is_trained = self.prompt_form in ("next-token", "causal-encoder")
+        return is_trained and self.architecture == "encoder" and self.recurrent is None
 
     @property
     def has_plain_blocks(self) -> bool:

@@ -11,6 +11,8 @@ inputs and their attention masks:
     masked             as prefix; each new token is predicted at a [MASK]           MLM, visibility="prefix" (UniLM)
     next-token         as causal, in an encoder too; a [MASK] is predicted at the   MaskedNextToken (GPT-BERT)
                        position before it, with attention to all tokens
+    causal-encoder     as causal, in an encoder; a [MASK] is predicted at its own   MLMAndCLM
+                       position, with attention to all tokens
 
 A denoising decoder thus fills a blank at the end of the prompt. UniLM (Dong et al. 2019, section 2.3) is an encoder:
 its sequence-to-sequence part reads [CLS] prompt with token type 0, and the rest, causal, with token type 1.
@@ -28,6 +30,7 @@ from firth.models.config import PromptForm
 PROMPT_FORM_ORDER: tuple[PromptForm, ...] = (
     "prefix",
     "next-token",
+    "causal-encoder",
     "causal",
     "prefix-denoising",
     "denoising",
@@ -58,5 +61,10 @@ def single_prompt_form(objective: Mapping[str, Any]) -> PromptForm | None:
         return "prefix-denoising" if objective.get("prefix") else "denoising"
     if kind == "MLM":
         return "masked" if objective.get("visibility") == "prefix" else None
-    forms: dict[str, PromptForm] = {"PrefixLM": "prefix", "CLM": "causal", "MaskedNextToken": "next-token"}
+    forms: dict[str, PromptForm] = {
+        "PrefixLM": "prefix",
+        "CLM": "causal",
+        "MaskedNextToken": "next-token",
+        "MLMAndCLM": "causal-encoder",
+    }
     return forms.get(str(kind))

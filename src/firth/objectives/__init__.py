@@ -5,7 +5,7 @@ from firth.objectives.causal import CLM, BiLM, PermutationLM, PrefixLM, Sequence
 from firth.objectives.clm_then_mlm import CLMThenMLM
 from firth.objectives.counter_rng import CounterRNG
 from firth.objectives.masked import MLM
-from firth.objectives.masked_next_token import MaskedNextToken
+from firth.objectives.masked_next_token import MaskedNextToken, MLMAndCLM
 from firth.objectives.mixture import Mixture, Objective, WeightedObjective
 from firth.objectives.noise_mask import NgramMasking, SalientSpanMasking, SpanMasking, TokenMasking, WholeWordMasking
 from firth.objectives.registry import OBJECTIVES
@@ -29,6 +29,7 @@ __all__ = [
     "CounterRNG",
     "DecoderDenoising",
     "EncoderDecoderLM",
+    "MLMAndCLM",
     "MaskedNextToken",
     "Mixture",
     "NgramMasking",

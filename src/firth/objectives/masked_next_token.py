@@ -17,13 +17,17 @@ The loss is the mean over all labels of a step. A causal row has 1 / rate times 
 program gives each kind of row a GPU of its own and averages over GPUs, so that its share of rows (15/16 masked, for 10M
 words) is also the share in the loss; its mask rate falls from 30% to 15%.
 
+`MLMAndCLM` keeps the two tasks apart instead: a masked token is predicted at its own position. The input tells them
+apart, since a [MASK] is in masked rows only. The result is still a masked language model, which fills blanks in any
+program that knows its architecture, and that scores and writes texts from left to right.
+
 Shapes: B rows, L positions, K target slots.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import ClassVar, Literal
 
 import numpy as np
 
@@ -59,6 +63,7 @@ class MaskedNextToken(ObjectiveBase):
     mlm: MLM = DEFAULT_MLM
     architecture: Literal["encoder", "decoder"] = "encoder"
     architectures = ("encoder", "decoder")
+    label_shift: ClassVar[int] = 1  # positions from a label to its masked token
 
     def __post_init__(self) -> None:
         check_rate("objective.masked_share", self.masked_share)
@@ -92,12 +97,14 @@ class MaskedNextToken(ObjectiveBase):
 
     def __call__(self, rows: Rows, rng: CounterRNG, vocab: Vocabulary) -> Batch:
         B, L = rows.input_ids.shape
-        # The first token of a document has no position before it, unless that is a special token.
-        maskable_BL = rows.maskable & ~is_document_start(rows.document_ids)
-        masked = self.mlm(rows._replace(maskable=maskable_BL), rng, vocab)
+        if self.label_shift:  # the first token of a document has no position before it, unless that is a special token
+            rows = rows._replace(maskable=rows.maskable & ~is_document_start(rows.document_ids))
+        masked = self.mlm(rows, rng, vocab)
         row_N, slot_N = np.nonzero(masked.labels != IGNORE_INDEX)
         masked_labels_BL = np.full((B, L), IGNORE_INDEX, masked.labels.dtype)
-        masked_labels_BL[row_N, masked.target_positions[row_N, slot_N] - 1] = masked.labels[row_N, slot_N]
+        masked_labels_BL[row_N, masked.target_positions[row_N, slot_N] - self.label_shift] = masked.labels[
+            row_N, slot_N
+        ]
         is_masked_B1 = rng.uniform("masked rows", 1) < self.masked_share
         return Batch(
             np.where(is_masked_B1, masked.input_ids, rows.input_ids),
@@ -106,3 +113,14 @@ class MaskedNextToken(ObjectiveBase):
             attention_rank=np.where(is_masked_B1, 0, np.arange(L)),
             labels=np.where(is_masked_B1, masked_labels_BL, causal_labels(rows.input_ids, rows.document_ids)),
         )
+
+
+@dataclass(frozen=True)
+class MLMAndCLM(MaskedNextToken):
+    """Mask a share of the rows and predict the masked tokens at their own positions; the others are causal.
+
+    Settings: those of `MaskedNextToken`.
+    """
+
+    architectures = ("encoder",)
+    label_shift = 0

@@ -21,7 +21,7 @@ from firth.objectives.causal import CLM, BiLM, PermutationLM, PrefixLM, Sequence
 from firth.objectives.clm_then_mlm import CLMThenMLM
 from firth.objectives.counter_rng import CounterRNG
 from firth.objectives.masked import MLM
-from firth.objectives.masked_next_token import MaskedNextToken
+from firth.objectives.masked_next_token import MaskedNextToken, MLMAndCLM
 from firth.objectives.seq2seq import (
     BARTDenoising,
     DecoderDenoising,
@@ -40,6 +40,7 @@ SingleObjective = (
     | PermutationLM
     | MLM
     | MaskedNextToken
+    | MLMAndCLM
     | CLMThenMLM
     | SpanCorruption
     | DecoderDenoising

@@ -8,7 +8,7 @@ from firth.core.serialization import TYPE_KEY, to_dict
 from firth.objectives.causal import CLM, BiLM, PermutationLM, PrefixLM, SequenceAutoencoder
 from firth.objectives.clm_then_mlm import CLMThenMLM
 from firth.objectives.masked import MLM
-from firth.objectives.masked_next_token import MaskedNextToken
+from firth.objectives.masked_next_token import MaskedNextToken, MLMAndCLM
 from firth.objectives.mixture import Mixture, Objective, WeightedObjective
 from firth.objectives.noise_mask import NgramMasking, SalientSpanMasking, SpanMasking, WholeWordMasking
 from firth.objectives.seq2seq import (
@@ -51,6 +51,7 @@ OBJECTIVES: dict[str, Objective] = {
     "rtd": MLM(mask_prob=0.85, random_prob=0.0, targets="replaced"),
     "unilm": UNILM,
     "masked-next-token": MaskedNextToken(),
+    "mlm-and-clm": MLMAndCLM(),
     "clm-then-mlm": CLMThenMLM(),
     "bilm": BiLM(),
     "permutation-lm": PermutationLM(),
