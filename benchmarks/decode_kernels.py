@@ -104,9 +104,11 @@ def measure(rows: int, layer: Layer, tries_tiles: bool) -> list[tuple[str, float
         ("chosen", time_layer(ours, copies)),
         ("cuBLAS", time_layer(lambda i: F.linear(x, weights[i], bias), copies)),
     ]
-    kernels.USE_PDL = not kernels.USE_PDL
-    found.append((f"chosen, PDL {kernels.USE_PDL}", time_layer(ours, copies)))
-    kernels.USE_PDL = not kernels.USE_PDL
+    default = kernels.MAX_PDL_ROWS
+    for label, most in (("with", 2**31), ("without", 0)):
+        kernels.MAX_PDL_ROWS = most
+        found.append((f"chosen, {label} PDL", time_layer(ours, copies)))
+    kernels.MAX_PDL_ROWS = default
     name = "gemv_tile" if rows == 1 else "matmul_tile"
     chosen = getattr(kernels, name)
     for tile in candidate_tiles(rows, layer) if tries_tiles else []:

@@ -72,7 +72,7 @@ def decode_attention(
         H=H, G=G, D=d, BLOCK_D=padded_head_size(d), BLOCK_R=max(16, triton.next_power_of_2(H // G)), PARTS=parts,
         HAS_ROPE=rope_Sd is not None, HAS_BIAS=bias_HS is not None, WINDOW=-1 if window is None else window,
         IS_CROSS=is_cross, TILE=KEY_TILE, IS_FP32=qkv_BI.dtype == torch.float32, num_warps=4, num_stages=2,
-        **pdl_options(),
+        **pdl_options(B, qkv_BI.device),
     )  # fmt: skip
     return y[0] if parts == 1 else SplitHeads(y, lse_PBH)
 

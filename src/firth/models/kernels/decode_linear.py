@@ -42,7 +42,7 @@ DECODE_ACTIVATIONS = [*KERNEL_ACTIVATIONS, "relu"]  # kernels take the index of 
 MAX_NORM_FEATURES = 16384  # features of a row that one program normalizes
 MAX_GEMV_BLOCK_K = 4096  # inputs that a program of a matrix-vector product loads at once, where it has no norm
 MAX_GEMV_WEIGHTS = 16384  # weights that it loads at once: 128 for each thread
-USE_PDL = False
+MAX_PDL_ROWS = 1  # rows up to which kernels use programmatic dependent launch: see `pdl_options`
 GEMV_TARGET_PROGRAMS = 192  # programs of a matrix-vector product, at least, where it has enough columns
 MATMUL_TILE_BYTES = 110 * 2**10  # bytes of shared memory for the tiles that are loaded ahead: two programs per SM
 MATMUL_TARGET_PROGRAMS = 96  # programs of a matmul, at least, where it has enough columns
@@ -129,7 +129,7 @@ def decode_linear(
         HAS_RESIDUAL=residual_MN is not None,
         ACTIVATION=-1 if activation is None else DECODE_ACTIVATIONS.index(activation),
         IS_GATED=is_gated,
-        **pdl_options(),
+        **pdl_options(M, weight_NK.device),
     )
     # Triton wants a tensor for every pointer: `y_MN` stands for those that a kernel does not read.
     bias, residual = (y_MN if x is None else x for x in (bias_N, residual_MN))
@@ -166,18 +166,21 @@ def normalize_rows(x_MK: Tensor, norm: NormArgs) -> Tensor:
     (M, K), y_MK = x_MK.shape, torch.empty_like(x_MK)
     launch(
         normalize_kernel, (M,), x_MK, norm.weight, x_MK if norm.bias is None else norm.bias, y_MK, norm.eps,
-        K=K, IS_RMS=norm.is_rms, HAS_BIAS=norm.bias is not None, BLOCK_K=triton.next_power_of_2(K), **pdl_options(),
+        K=K, IS_RMS=norm.is_rms, HAS_BIAS=norm.bias is not None, BLOCK_K=triton.next_power_of_2(K),
+        **pdl_options(M, x_MK.device),
     )  # fmt: skip
     return y_MK
 
 
-def pdl_options() -> dict[str, bool]:
+def pdl_options(num_rows: int, device: torch.device) -> dict[str, bool]:
     """Options of a kernel for programmatic dependent launch (PDL, compute capability 9).
 
     A kernel may then start while the one before it still runs: it requests its weights, and waits (`gdc_wait`) before
-    it reads what the other computes.
+    it reads what the other computes. One row gains a quarter by it, 64 rows lose a few percent (docs/results.md).
     """
-    return dict(USE_PDL=True, launch_pdl=True) if USE_PDL else dict(USE_PDL=False)
+    if num_rows > MAX_PDL_ROWS or torch.cuda.get_device_capability(device)[0] < 9:
+        return dict(USE_PDL=False)
+    return dict(USE_PDL=True, launch_pdl=True)
 
 
 def uses_decode_kernels(x: Tensor) -> bool:
