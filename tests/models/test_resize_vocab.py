@@ -10,11 +10,21 @@ import torch
 from torch.testing import assert_close
 
 from firth.core.errors import UserError
-from firth.models import AuxiliaryLM, LMHead, ModelConfig, grow_vocabulary, head_for_task, load_model, make_model
+from firth.models import (
+    AuxiliaryLM,
+    LMHead,
+    ModelConfig,
+    grow_embeddings,
+    grow_vocabulary,
+    head_for_task,
+    load_model,
+    make_model,
+)
 from firth.models.config import GeneratorConfig
 from firth.models.presets import albert, bart, bert, deberta_v3, gpt2, llama, rembert
 from firth.objectives.batch import Batch
-from firth.tokens import load_tokenizer, train_tokenizer
+from firth.tokens import Tokenizer, load_tokenizer, train_tokenizer
+from firth.tokens.extend import extend_tokenizer, propose_tokens
 
 V, NEW = 30, 33
 DECODER = llama(1, 16, 2, 24, V)
@@ -106,3 +116,44 @@ def test_a_tokenizer_with_more_tokens(kind: str, tmp_path: Path) -> None:
     again = load_tokenizer(tmp_path)
     assert again.vocab == more.vocab
     assert again.fingerprint == more.fingerprint != plain.fingerprint
+
+
+@pytest.fixture(scope="module")
+def extended() -> tuple[Tokenizer, Tokenizer]:
+    """A tokenizer, and the same with two words, made of two pieces each, and a character that it does not know."""
+    old = train_tokenizer(["the cat sat on the mat"] * 4, "wordpiece", 60)
+    return old, extend_tokenizer(old, propose_tokens(old, ["thecat catsat ŋ"] * 20, 8))
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+@pytest.mark.parametrize("num_padding", [0, 9])
+def test_rows_of_new_tokens_are_the_mean_of_their_old_pieces(
+    name: str, num_padding: int, extended: tuple[Tokenizer, Tokenizer]
+) -> None:
+    """For every tensor with a row per token; also where the model has rows that no token uses."""
+    old, new = extended
+    size = old.vocab.size
+    torch.manual_seed(0)
+    model = make_model(replace(CONFIGS[name], vocab_size=size + num_padding))
+    for parameter in model.parameters():
+        torch.nn.init.normal_(parameter)
+    before = {key: value.clone() for key, value in model.state_dict().items()}
+    assert grow_embeddings(model, old, new) is model
+    assert model.config.vocab_size == max(new.vocab.size, size + num_padding)
+    the, cat, unknown = new.encode("the")[0], new.encode("cat")[0], new.encode("ŋ")[0]
+    thecat = new.encode("thecat")
+    assert len(thecat) == 1
+    assert min(thecat[0], unknown) >= size > max(the, cat)
+    grown = [k for k, v in before.items() if v.ndim and len(v) == size + num_padding]
+    assert grown
+    for key in grown:
+        rows, old_rows = model.state_dict()[key], before[key]
+        assert torch.equal(rows[:size], old_rows[:size])
+        pieces = old_rows[old.encode("thecat")]
+        assert_close(rows[thecat[0]], pieces.mean(0))
+        assert_close(rows[unknown], old_rows[:size].mean(0))
+
+
+def test_a_tokenizer_of_another_model(extended: tuple[Tokenizer, Tokenizer]) -> None:
+    with pytest.raises(UserError, match="it is not the model's"):
+        grow_embeddings(make_model(replace(CONFIGS["tied"], vocab_size=10)), *extended)

@@ -63,7 +63,7 @@ if TYPE_CHECKING:
         is_preset,
         shaped_model,
     )
-    from firth.models.resize_vocab import grow_vocabulary
+    from firth.models.resize_vocab import grow_embeddings, grow_vocabulary
     from firth.models.scalar_mix import ScalarMix
     from firth.models.sizes import flops_per_token
     from firth.models.task_heads import head_for_task
@@ -108,6 +108,7 @@ __all__ = [
     "get_eos_token_ids",
     "get_forced_tokens",
     "get_preset",
+    "grow_embeddings",
     "grow_vocabulary",
     "head_for_task",
     "hf_model_type",
