@@ -64,6 +64,16 @@ def test_special_tokens_at_document_edges_only(tmp_path: Path) -> None:
     assert source.fill_ratio == pytest.approx(13 / 18)
 
 
+def test_a_piece_of_whole_sentences_starts_like_a_document(make_shards: Make) -> None:
+    template = SequenceTemplate((CLS,), (SEP,), document_edges_only=True)
+    source = PackedDataset(make_shards([[3, 4]]), 6, template, PAD, seed=0, shuffle=False, split_at="sentence")
+    assert source.get_rows(np.arange(2)).input_ids.tolist() == [
+        [CLS, 103, 104, 105, 106, SEP],
+        [CLS, 100, 101, 102, PAD, PAD],
+    ]
+    assert source.fill_ratio == pytest.approx(10 / 12)
+
+
 @pytest.mark.parametrize(
     "template", [SequenceTemplate(), BERT, SequenceTemplate((CLS,), (SEP,), document_edges_only=True)]
 )

@@ -149,7 +149,8 @@ class PackedDataset(RowDataset):
     """Rows of packed documents (see `packing.py`), at most `max_documents_per_row` to a row (None: no limit).
 
     `split_at="token"` cuts a document longer than a row where the row is full, "sentence" after its last sentence that
-    fits.
+    fits. A piece that starts with a sentence is read like a text of its own, so that it has the template's prefix even
+    where that is written at the edges of documents only.
     """
 
     texts_per_piece = 1  # 2: each piece may be cut into a pair of texts, and reserves its special tokens
@@ -171,6 +172,7 @@ class PackedDataset(RowDataset):
         if row_length <= template_size:
             raise UserError(f"A row of {row_length} tokens has no room for text. Choose a longer --max-seq-length.")
         super().__init__(shards, row_length, template, pad_id, seed, shuffle, allow_short, token_bits)
+        self.split_at = split_at
         self.packing = cached_packing(shards, row_length, template_size, max_documents_per_row, split_at)
         self.num_rows = self.packing.num_rows
         self.fill_ratio = (shards.num_tokens + self._num_special_tokens()) / (self.num_rows * row_length)
@@ -178,11 +180,15 @@ class PackedDataset(RowDataset):
     def _num_special_tokens(self) -> int:
         """Return the number of special tokens in an epoch."""
         start_P, end_P = self.packing.piece_start, self.packing.piece_start + self.packing.piece_length
-        num_prefix, num_suffix = self._has_template_at(start_P).sum(), self._has_template_at(end_P).sum()
+        num_prefix, num_suffix = self._has_prefix_at(start_P).sum(), self._has_suffix_at(end_P).sum()
         return int(len(self.template.prefix_ids) * num_prefix + len(self.template.suffix_ids) * num_suffix)
 
-    def _has_template_at(self, token_index_P: np.ndarray) -> np.ndarray:
-        """Return where special tokens go, (P,) bool: at the edges of documents, or of every piece."""
+    def _has_prefix_at(self, start_P: np.ndarray) -> np.ndarray:
+        """Return which pieces have special tokens before them, (P,) bool."""
+        return np.ones(len(start_P), dtype=bool) if self.split_at == "sentence" else self._has_suffix_at(start_P)
+
+    def _has_suffix_at(self, token_index_P: np.ndarray) -> np.ndarray:
+        """Return where special tokens end a piece, (P,) bool: at the edges of documents, or of every piece."""
         if not self.template.document_edges_only:
             return np.ones(len(token_index_P), dtype=bool)
         return self.shards.offsets[np.searchsorted(self.shards.offsets, token_index_P)] == token_index_P
@@ -198,7 +204,7 @@ class PackedDataset(RowDataset):
     def _build_rows(self, row_B: np.ndarray, index_B: np.ndarray) -> Rows:
         """Lay the pieces of all rows end to end, then fold the result into rows."""
         pieces_B, document_P, start_P, length_P = self._row_pieces(row_B)
-        opens_P, closes_P = self._has_template_at(start_P), self._has_template_at(start_P + length_P)
+        opens_P, closes_P = self._has_prefix_at(start_P), self._has_suffix_at(start_P + length_P)
         prefix, suffix = self.template.prefix_ids, self.template.suffix_ids
         layout = PieceLayout(self.shards, start_P, length_P, len(prefix) * opens_P, len(suffix) * closes_P)
         layout.write_special_tokens(layout.begin_P[opens_P], prefix)
