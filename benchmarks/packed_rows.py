@@ -18,7 +18,7 @@ from firth.core.console import show_table
 from firth.models.config import LearnedPosition
 from firth.models.presets import bert
 from firth.tasks import FinetuneRecipe, make_task
-from firth.tasks.finetune import make_finetune_batch_fn, sample_shape_buckets
+from firth.tasks.finetune_job import make_finetune_batch_fn, sample_shape_buckets
 from firth.tasks.shape_buckets import batch_shape
 from firth.text import read_labelled
 from firth.tokens import Tokenizer, load_tokenizer

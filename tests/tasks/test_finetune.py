@@ -37,15 +37,8 @@ from firth.tasks import (
     read_predictions,
     write_predictions,
 )
-from firth.tasks.finetune import (
-    FinetuneData,
-    build_seed_model,
-    encode_finetune_data,
-    is_seed_finished,
-    sample_stratified,
-    select_train_examples,
-    warn_about_overlap,
-)
+from firth.tasks.finetune_data import FinetuneData, sample_stratified, select_train_examples, warn_about_overlap
+from firth.tasks.finetune_job import encode_finetune_data
 from firth.tasks.head_task import HeadTask
 from firth.tasks.results import (
     chance_score,
@@ -57,6 +50,8 @@ from firth.tasks.results import (
     load_seed_predictions,
     orient_score,
 )
+from firth.tasks.seed_model import build_seed_model
+from firth.tasks.seed_results import is_seed_finished
 from firth.text import Example
 from firth.text.documents import AnswerSpan
 from firth.tokens import load_tokenizer
@@ -239,7 +234,7 @@ def test_resume_skips_finished_seeds_and_gives_equal_results(
     checkpoint_of: Checkpoints, toy: Toy, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     straight = finetune(recipe(checkpoint_of("bert"), toy, tmp_path / "straight", seeds=2, max_steps=8, save_steps=3))
-    module = sys.modules["firth.tasks.finetune"]
+    module = sys.modules["firth.tasks.train_seed"]
     real, calls = module.fit, []
 
     def stops(run: Any, resume: bool = False) -> Any:
@@ -364,10 +359,10 @@ def test_shots_without_classes_are_sampled_uniformly(task: str) -> None:
 def test_shots_limit_the_training_examples(
     checkpoint_of: Checkpoints, toy: Toy, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    module = sys.modules["firth.tasks.finetune"]
+    module = sys.modules["firth.tasks.train_seed"]
     seen = []
     monkeypatch.setattr(module, "train_seed", lambda job, seed, resume: seen.append((job, seed)))
-    monkeypatch.setattr(module, "summarize_seeds", lambda *a: {})
+    monkeypatch.setattr(sys.modules["firth.tasks.finetune"], "summarize_seeds", lambda *a: {})
     finetune(recipe(checkpoint_of("bert"), toy, tmp_path / "run", shots=8, seeds=2))
     drawn = [job.train_indices[seed] for job, seed in seen]
     for (job, _), indices in zip(seen, drawn, strict=True):
@@ -393,9 +388,9 @@ def test_default_steps(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    module = sys.modules["firth.tasks.finetune"]
+    module = sys.modules["firth.tasks.train_seed"]
     monkeypatch.setattr(module, "train_seed", lambda *a: {})
-    monkeypatch.setattr(module, "summarize_seeds", lambda *a: {})
+    monkeypatch.setattr(sys.modules["firth.tasks.finetune"], "summarize_seeds", lambda *a: {})
     r = recipe(checkpoint_of("bert"), toy, tmp_path / "run", **{"max_steps": 0} | fields)
     finetune(r)
     stored = load_recipe(tmp_path / "run" / "recipe.yaml", FinetuneRecipe)
@@ -503,7 +498,7 @@ def test_evaluate_raises_without_a_scorable_task(checkpoint_of: Checkpoints, toy
 @pytest.fixture
 def stopping(monkeypatch: pytest.MonkeyPatch) -> Callable[[FinetuneRecipe, int], dict[str, Any]]:
     """Run a recipe, stop it after some steps as kill -9 does, and resume it."""
-    module = sys.modules["firth.tasks.finetune"]
+    module = sys.modules["firth.tasks.train_seed"]
     real = module.fit
 
     def run(r: FinetuneRecipe, step: int) -> dict[str, Any]:
@@ -696,7 +691,7 @@ def test_a_run_killed_after_early_stopping_resumes(
     checkpoint_of: Checkpoints, toy: Toy, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Killed after the last checkpoint, before its results were written."""
-    module = sys.modules["firth.tasks.finetune"]
+    module = sys.modules["firth.tasks.train_seed"]
     fields = dict(max_steps=40, eval_steps=2, early_stopping=1, learning_rate=1e-6)  # it learns nothing: stops at once
     straight = finetune(recipe(checkpoint_of("bert"), toy, tmp_path / "straight", **fields))
     assert straight["steps"][0] < 40
@@ -709,7 +704,7 @@ def test_a_run_killed_after_early_stopping_resumes(
 
 
 def test_ctrl_c_in_the_last_step_starts_no_further_seed(checkpoint_of: Checkpoints, toy: Toy, tmp_path: Path) -> None:
-    module = sys.modules["firth.tasks.finetune"]
+    module = sys.modules["firth.tasks.train_seed"]
     real = module.fit
 
     def press(run: Any, resume: bool = False) -> Any:

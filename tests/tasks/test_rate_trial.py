@@ -22,9 +22,9 @@ import firth
 from firth.core.errors import Interrupted, UserError
 from firth.models import get_preset
 from firth.recipes import finetuning_defaults, with_rate_candidates
-from firth.tasks import FinetuneRecipe, finetune
+from firth.tasks import FinetuneRecipe, finetune, finetune_data, finetune_schedule, train_seed, try_rates
 from firth.tasks.rate_trial import RateTrial, choose_rate, find_trial_obstacle, load_trial, split_for_trial
-from firth.train import load_recipe
+from firth.train import Diverged, load_recipe, save_recipe
 from firth.train.recipe import parse_learning_rate
 
 finetuning = importlib.import_module("firth.tasks.finetune")  # the name in firth.tasks is the function
@@ -186,7 +186,7 @@ def test_the_choice_never_reads_dev(plan: Plan, toy: Toy, tmp_path: Path, monkey
 
     def choose_blindly(job: Any) -> FinetuneRecipe:
         with monkeypatch.context() as patch:
-            patch.setattr(finetuning, "read_labelled", blind)
+            patch.setattr(finetune_data, "read_labelled", blind)
             return choose(replace(job, dev_items=blind, data=replace(job.data, dev=blind)))
 
     monkeypatch.setattr(finetuning, "choose_learning_rate", choose_blindly)
@@ -228,17 +228,18 @@ def test_trials_share_a_model_and_do_not_influence_each_other(
 ) -> None:
     built: list[str] = []
 
-    def count(name: str) -> None:
-        plain = getattr(finetuning, name)
+    def count(name: str, *modules: Any) -> None:
+        plain = getattr(modules[0], name)
 
         def counted(*given: Any) -> Any:
             built.append(name)
             return plain(*given)
 
-        monkeypatch.setattr(finetuning, name, counted)
+        for module in modules:
+            monkeypatch.setattr(module, name, counted)
 
-    count("build_seed_model")
-    count("build_step_runner")
+    count("build_seed_model", try_rates, train_seed)
+    count("build_step_runner", try_rates)
     finetune(plan())
     assert built == ["build_seed_model", "build_step_runner", "build_seed_model"]  # of the trials; of the seed
     reverse = plan(rate_candidates=RATES[::-1], output_dir=str(tmp_path / "reverse"))
@@ -252,7 +253,7 @@ def test_a_run_stopped_in_a_trial_resumes_exactly(
 ) -> None:
     """A signal ends the trial after its step. Finished rates are not tried again."""
     finetune(plan(output_dir=str(tmp_path / "straight")))
-    real, tried = finetuning.fit, list[float]()
+    real, tried = try_rates.fit, list[float]()
 
     def press(run: Any, resume: bool = False) -> Any:
         tried.append(run.training.learning_rate)
@@ -260,7 +261,8 @@ def test_a_run_stopped_in_a_trial_resumes_exactly(
             run.hooks.append((1, lambda step, model: os.kill(os.getpid(), signal.SIGTERM)))
         return real(run, resume)
 
-    monkeypatch.setattr(finetuning, "fit", press)
+    monkeypatch.setattr(try_rates, "fit", press)
+    monkeypatch.setattr(train_seed, "fit", press)
     with pytest.raises(Interrupted, match="step 1 of 2") as stopped:
         finetune(plan())
     assert stopped.value.code == 128 + signal.SIGTERM
@@ -274,19 +276,18 @@ def test_a_run_stopped_in_a_trial_resumes_exactly(
 
 
 KILLED = """
-import importlib, os, signal, sys
+import os, signal, sys
 from pathlib import Path
 from firth.tasks import FinetuneRecipe, finetune
 from firth.train import load_recipe
-from firth.tasks import rate_trial
+from firth.tasks import rate_trial, try_rates
 rate_trial.MIN_TRIAL_STEPS, rate_trial.MIN_HELD_OUT_EXAMPLES = 2, 9
-finetuning = importlib.import_module("firth.tasks.finetune")
-real = finetuning.fit
+real = try_rates.fit
 def kill(run, resume=False):
     if run.folder is None and 1e-3 < run.training.learning_rate < 1e-2:
         run.hooks.append((1, lambda step, model: os.kill(os.getpid(), signal.SIGKILL)))
     return real(run, resume)
-finetuning.fit = kill
+try_rates.fit = kill
 finetune(load_recipe(Path(sys.argv[1]), FinetuneRecipe))
 """
 
@@ -294,7 +295,7 @@ finetune(load_recipe(Path(sys.argv[1]), FinetuneRecipe))
 @pytest.mark.slow
 def test_a_run_killed_in_a_trial_resumes_exactly(plan: Plan, tmp_path: Path) -> None:
     finetune(plan(output_dir=str(tmp_path / "straight")))
-    finetuning.save_recipe(plan(), tmp_path / "plan.yaml")
+    save_recipe(plan(), tmp_path / "plan.yaml")
     killed = subprocess.run([sys.executable, "-c", textwrap.dedent(KILLED), str(tmp_path / "plan.yaml")], timeout=120)
     assert killed.returncode == -signal.SIGKILL
     assert len(trial_of(plan()).batch_losses) == 1
@@ -306,7 +307,7 @@ def test_a_resume_keeps_the_rate_of_the_run(plan: Plan, monkeypatch: pytest.Monk
     """`auto` on resume is the rate that the run has, chosen or given; another number is refused."""
     finetune(plan())
     chosen = stored(plan()).learning_rate
-    monkeypatch.setattr(finetuning, "try_rates", None)
+    monkeypatch.setattr(try_rates, "try_rates", None)
     assert finetune(plan(), resume=True)["learning_rate"] == chosen
     assert finetune(plan(learning_rate=chosen, rate_candidates=()), resume=True)["learning_rate"] == chosen
     with pytest.raises(UserError, match=r"learning_rate: .* -> 0\.5"):
@@ -316,9 +317,7 @@ def test_a_resume_keeps_the_rate_of_the_run(plan: Plan, monkeypatch: pytest.Monk
 def test_a_damaged_trial_is_made_again(plan: Plan, tmp_path: Path) -> None:
     finetune(plan(output_dir=str(tmp_path / "straight")))
     finetune(plan())
-    finetuning.save_recipe(
-        replace(stored(plan()), rate_candidates=RATES, learning_rate=1e-3), tmp_path / "run/recipe.yaml"
-    )
+    save_recipe(replace(stored(plan()), rate_candidates=RATES, learning_rate=1e-3), tmp_path / "run/recipe.yaml")
     (tmp_path / "run" / "learning_rate.json").write_text('{"rates": 3')
     finetune(plan(), resume=True)
     assert_same_run(str(tmp_path / "run"), str(tmp_path / "straight"))
@@ -333,14 +332,14 @@ def test_a_skipped_trial_says_why(plan: Plan, tmp_path: Path, capsys: pytest.Cap
 
 
 def test_a_rate_that_diverges_is_not_taken(plan: Plan, monkeypatch: pytest.MonkeyPatch) -> None:
-    real = finetuning.fit
+    real = try_rates.fit
 
     def explode(run: Any, resume: bool = False) -> Any:
         if run.training.learning_rate > 1e-2 and run.folder is None:
-            raise finetuning.Diverged("5 steps in a row were skipped.", 1)
+            raise Diverged("5 steps in a row were skipped.", 1)
         return real(run, resume)
 
-    monkeypatch.setattr(finetuning, "fit", explode)
+    monkeypatch.setattr(try_rates, "fit", explode)
     result = finetune(plan())
     assert result["learning_rate_trial"]["losses"][2] is None
     assert result["learning_rate"] != 1e-2
@@ -349,7 +348,7 @@ def test_a_rate_that_diverges_is_not_taken(plan: Plan, monkeypatch: pytest.Monke
 @pytest.mark.parametrize("candidates", [(), RATES])
 def test_minutes_cover_the_trials(candidates: tuple[float, ...], plan: Plan, monkeypatch: pytest.MonkeyPatch) -> None:
     """A step of 0.1 s and an evaluation of 1 s, two seeds: two runs, three tenths of a run, and held-out batches."""
-    monkeypatch.setattr(finetuning, "time_steps", lambda *a, **k: (0.1, 1.0))
+    monkeypatch.setattr(finetune_schedule, "time_steps", lambda *a, **k: (0.1, 1.0))
     planned = finetuning.plan_finetuning(plan(minutes=1.0, max_steps=0, seeds=2, rate_candidates=candidates))
     trials = 0.3 * planned.max_steps * 0.1 + 23 / 16 * 0.1 if candidates else 0.0
     assert 57 <= 2 * (0.1 * planned.max_steps + 1.0) + trials <= 60

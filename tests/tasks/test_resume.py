@@ -20,11 +20,13 @@ from firth.core.errors import UserError
 from firth.core.files import find_corruption
 from firth.evaluate import seed_table
 from firth.models import Model
-from firth.tasks import FinetuneRecipe, finetune
-from firth.tasks.chat import ChatTemplate
+from firth.tasks import FinetuneRecipe, finetune, train_seed
+from firth.tasks.chat import ChatTemplate, template_uses_date
+from firth.tasks.finetune_data import FinetuneData, check_example_checksums, read_finetune_data
+from firth.tasks.results import checksum_examples
 from firth.text import Example
 from firth.tokens import Tokenizer
-from firth.train import TrainingRun, load_recipe, read_log
+from firth.train import TrainingRun, load_recipe, read_log, save_recipe
 
 finetuning = importlib.import_module("firth.tasks.finetune")  # the name in firth.tasks is the function
 Checkpoints = Callable[[str], Path]
@@ -70,7 +72,7 @@ def stop_in_seed(monkeypatch: pytest.MonkeyPatch, name: str, at: int) -> None:
 
         return TrainingRun(*given, **named, hooks=[(1, stop)])
 
-    monkeypatch.setattr(finetuning, "TrainingRun", make)
+    monkeypatch.setattr(train_seed, "TrainingRun", make)
 
 
 @pytest.fixture
@@ -100,9 +102,9 @@ def test_a_nan_score_is_saved_as_null_and_read_back(
     plan: Plan, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """For example the correlation of constant predictions: the file is valid JSON, and a resume reads it."""
-    evaluate = finetuning.fit
+    evaluate = train_seed.fit
     monkeypatch.setattr(
-        finetuning,
+        train_seed,
         "fit",
         lambda run, resume: (out := evaluate(run, resume)) and replace(out, scores=out.scores | {"odd": math.nan}),
     )
@@ -158,7 +160,7 @@ def test_changed_examples_raise_without_allow_change(
         finetune(stopped, resume=True)
     assert stored(stopped).train_checksum == before
     Path(stopped.train).write_text(whole.replace('"label"', ' "label"'))  # the same examples, written otherwise
-    finetuning.check_example_checksums(stored(stopped), finetuning.read_finetune_data(stopped), False)
+    check_example_checksums(stored(stopped), read_finetune_data(stopped), False)
     change_a_text(stopped.train)
     finetune(stopped, resume=True, allow_change=True)
     assert "the run continues with changed training examples" in " ".join(capsys.readouterr().err.split())
@@ -177,22 +179,22 @@ CHANGES = [Example(1, ("ab",), "x", ((0, 2),), ("x", "y")), Example(1, ("ab",), 
 @pytest.mark.parametrize("other", CHANGES)
 def test_checksums_include_spans_and_references(other: Example) -> None:
     plain, marked = Example(1, ("ab",), "x"), Example(1, ("ab",), "x", ((0, 1),), ("x", "y"))
-    data, changed = (finetuning.FinetuneData([plain], [e]) for e in (marked, other))
-    recipe = finetuning.check_example_checksums(FinetuneRecipe(train="train.jsonl", dev="dev.jsonl"), data, False)
-    assert finetuning.check_example_checksums(recipe, data, False) == recipe
+    data, changed = (FinetuneData([plain], [e]) for e in (marked, other))
+    recipe = check_example_checksums(FinetuneRecipe(train="train.jsonl", dev="dev.jsonl"), data, False)
+    assert check_example_checksums(recipe, data, False) == recipe
     with pytest.raises(UserError, match=r"dev.jsonl has changed since"):
-        finetuning.check_example_checksums(recipe, changed, False)
+        check_example_checksums(recipe, changed, False)
 
 
 def test_other_labels_always_raise(stopped: FinetuneRecipe) -> None:
     """As many as before, so the shapes would fit."""
-    data = finetuning.read_finetune_data(stopped)
+    data = read_finetune_data(stopped)
     change_a_text(stopped.train, label=True)
     change_a_text(stopped.dev, label=True)
     recipe = stored(stopped)
-    changed = replace(recipe, dev_checksum=finetuning.checksum_examples(finetuning.read_finetune_data(stopped).dev))
-    assert changed.dev_checksum != finetuning.checksum_examples(data.dev)
-    finetuning.save_recipe(changed, Path(stopped.output_dir) / "recipe.yaml")
+    changed = replace(recipe, dev_checksum=checksum_examples(read_finetune_data(stopped).dev))
+    assert changed.dev_checksum != checksum_examples(data.dev)
+    save_recipe(changed, Path(stopped.output_dir) / "recipe.yaml")
     with pytest.raises(UserError, match="checkpoint-4 was trained with other labels"):
         finetune(stopped, resume=True, allow_change=True)
 
@@ -210,7 +212,7 @@ def test_deterministic_changes_nothing_on_a_cpu(plan: Plan, tmp_path: Path) -> N
 
 def poison(monkeypatch: pytest.MonkeyPatch, bad: list[int], seeds: tuple[int, ...] = (1,)) -> None:
     """Make the loss of these seeds NaN on the examples of these steps, counted from 0."""
-    plain = finetuning.make_finetune_batch_fn
+    plain = train_seed.make_finetune_batch_fn
     known: dict[int, int] = {}
 
     def batch_function(recipe: FinetuneRecipe, *rest: Any) -> Any:
@@ -229,8 +231,8 @@ def poison(monkeypatch: pytest.MonkeyPatch, bad: list[int], seeds: tuple[int, ..
         run.loss_fn = losses
         return run
 
-    monkeypatch.setattr(finetuning, "make_finetune_batch_fn", batch_function)
-    monkeypatch.setattr(finetuning, "TrainingRun", make)
+    monkeypatch.setattr(train_seed, "make_finetune_batch_fn", batch_function)
+    monkeypatch.setattr(train_seed, "TrainingRun", make)
 
 
 def test_the_diverged_seed_rewinds(plan: Plan, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -254,7 +256,7 @@ def test_the_diverged_seed_rewinds(plan: Plan, tmp_path: Path, monkeypatch: pyte
     # stopped again on the way, the resumed run passes over the same examples
     again = plan(max_bad_steps=3, output_dir=str(tmp_path / "again"))
     finetune(again)
-    poisoned = finetuning.TrainingRun
+    poisoned = train_seed.TrainingRun
 
     def make(*given: Any, **named: Any) -> TrainingRun:
         def stop(step: int, model: Model) -> None:
@@ -266,7 +268,7 @@ def test_the_diverged_seed_rewinds(plan: Plan, tmp_path: Path, monkeypatch: pyte
         return run
 
     with monkeypatch.context() as patch:
-        patch.setattr(finetuning, "TrainingRun", make)
+        patch.setattr(train_seed, "TrainingRun", make)
         with pytest.raises(KeyboardInterrupt):
             finetune(again, rewind=0)
     finetune(again, resume=True)
@@ -296,7 +298,7 @@ def test_a_diverged_seed_does_not_end_the_others(
     assert names == ["metric", "mean", "deviation", "seed 0", "seed 1"]
     assert rows[0] == ("accuracy", result["mean"], 0.0, None, result["mean"])
     with monkeypatch.context() as patch:
-        patch.setattr(finetuning, "fit", None)  # nothing is computed again
+        patch.setattr(train_seed, "fit", None)  # nothing is computed again
         again = finetune(recipe, resume=True)
     assert again["diverged"] == [0]
     assert again["mean"] == result["mean"]
@@ -329,8 +331,8 @@ def test_allow_change_and_rewind_on_the_command_line(stopped: FinetuneRecipe, mo
 def test_chat_templates_get_the_start_date_of_the_run() -> None:
     tokenizer = parts("gpt2")[1]
     dated = Tokenizer(tokenizer.backend, tokenizer.special_tokens, tokenizer.config | {"chat_template": DATED})
-    assert finetuning.template_uses_date(dated)
-    assert not finetuning.template_uses_date(tokenizer)
+    assert template_uses_date(dated)
+    assert not template_uses_date(tokenizer)
     assert ChatTemplate(dated, "2024-02-29").render([("user", "the cat")]) == "29 February 2024the cat"
     assert "February 2024" not in ChatTemplate(dated).render([("user", "the cat")])
     with pytest.raises(UserError, match="must be a day"):
@@ -383,7 +385,8 @@ def test_a_resume_writes_the_final_files_that_failed(
     last: str, quota: Callable[[int | None], None], plan: Plan, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     finetune(plan(seeds=1, output_dir=str(tmp_path / "straight")))
-    plain = getattr(finetuning, last)
+    module = finetuning if last == "summarize_seeds" else train_seed
+    plain = getattr(module, last)
 
     def full(*given: Any) -> Any:
         quota(150)
@@ -393,7 +396,7 @@ def test_a_resume_writes_the_final_files_that_failed(
             quota(None)
 
     with monkeypatch.context() as patch:
-        patch.setattr(finetuning, last, full)
+        patch.setattr(module, last, full)
         with pytest.raises(OSError, match="File too large") as refused:
             finetune(plan(seeds=1))
     assert "with the same command and --resume" in refused.value.__notes__[0]

@@ -15,7 +15,7 @@ from tasks.test_alone import CASES, examples
 
 from firth.objectives import IGNORE_INDEX, Batch
 from firth.tasks import FinetuneRecipe, finetune, make_task
-from firth.tasks.finetune import MIN_STEPS_TO_COMPILE, resolve_compile_options
+from firth.tasks.finetune_job import MIN_STEPS_TO_COMPILE, resolve_compile_options
 from firth.tasks.shape_buckets import (
     BatchShape,
     ShapeBuckets,

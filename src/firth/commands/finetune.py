@@ -102,7 +102,7 @@ def finetune(
     from firth.evaluate import write_run_report_and_card
     from firth.tasks import check_task
     from firth.tasks import finetune as run_finetune
-    from firth.tasks.finetune import read_finetune_data
+    from firth.tasks.finetune_data import read_finetune_data
 
     if target_text:
         check_task(plan)  # before the first stage, which takes long

@@ -55,7 +55,7 @@ from firth.evaluate.prompt_template import (
 from firth.metrics import format_metric, mean_and_std
 from firth.models import Model
 from firth.tasks import Prediction
-from firth.tasks.finetune import sample_stratified, sampling_stratum
+from firth.tasks.finetune_data import sample_stratified, sampling_stratum
 from firth.text import Example
 
 IN_CONTEXT_TASKS = tuple(BUILT_IN_TEMPLATES)

@@ -35,7 +35,7 @@ from firth.tasks import (
     read_predictions,
     write_predictions,
 )
-from firth.tasks.finetune import check_labels
+from firth.tasks.finetune_data import check_labels
 from firth.tasks.recipe import read_task_file
 from firth.tasks.registry import LABEL_TASKS
 from firth.tasks.results import check_metric

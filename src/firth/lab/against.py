@@ -23,7 +23,7 @@ from firth.core.html import HtmlPage
 from firth.evaluate import write_run_report_and_card
 from firth.metrics import format_metric
 from firth.tasks import FinetuneRecipe, check_task, finetune
-from firth.tasks.finetune import read_finetune_data
+from firth.tasks.finetune_data import read_finetune_data
 from firth.tasks.results import describe_comparison
 from firth.train import load_recipe, run_folder
 from firth.train.recipe import recipe_differences

@@ -17,15 +17,10 @@ import torch
 from firth.models import read_config
 from firth.static.recipe import NgramRecipe, StaticRecipe, WordVectorRecipe, default_epochs
 from firth.tasks import FinetuneRecipe
-from firth.tasks.finetune import (
-    DEFAULT_FINETUNE_EPOCHS,
-    MIN_DEFAULT_STEPS,
-    FinetuneData,
-    check_task,
-    estimate_finetuning,
-    make_run_task,
-    read_finetune_data,
-)
+from firth.tasks.finetune import check_task, estimate_finetuning, make_run_task
+from firth.tasks.finetune_data import FinetuneData, read_finetune_data
+from firth.tasks.finetune_job import DEFAULT_FINETUNE_EPOCHS
+from firth.tasks.finetune_schedule import MIN_DEFAULT_STEPS
 from firth.tasks.rate_trial import TRIAL_SHARE, find_trial_obstacle
 from firth.text import Corpus
 from firth.tokens import load_tokenizer

@@ -1,0 +1,189 @@
+"""Read and check the examples of a fine-tuning, and draw those of each seed."""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from itertools import zip_longest
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from firth.core.console import format_count, say, warn
+from firth.core.errors import UserError, list_names, quote, shorten
+from firth.core.files import write_json
+from firth.metrics import are_span_tags, find_stray_tags
+from firth.tasks.embed import select_positive_pairs
+from firth.tasks.multitask import qualify_ids, task_of
+from firth.tasks.recipe import FinetuneRecipe
+from firth.tasks.registry import LABEL_TASKS
+from firth.tasks.results import checksum_examples
+from firth.text import Example, RowNotes, read_labelled
+from firth.text.python_docs import PYDOCS_NAME
+from firth.tokens.permutation import permute_indices
+from firth.train.folder import DATA_NOTES_FILE
+
+
+@dataclass(frozen=True)
+class FinetuneData:
+    train: list[Example]
+    dev: list[Example]
+    notes: tuple[RowNotes, ...] = ()  # per file: changed or skipped rows
+
+
+def read_finetune_data(recipe: FinetuneRecipe) -> FinetuneData:
+    """Read the examples of a run; those of several tasks have the ids NAME/ID."""
+    if not recipe.tasks:
+        return read_task_data(recipe)
+    train, dev, notes = list[Example](), list[Example](), list[RowNotes]()
+    for name, part in recipe.task_recipes().items():
+        data = read_task_data(part)
+        train += qualify_ids(name, data.train)
+        dev += qualify_ids(name, data.dev)
+        notes += data.notes
+    return FinetuneData(train, dev, tuple(notes))
+
+
+def read_task_data(recipe: FinetuneRecipe) -> FinetuneData:
+    notes = RowNotes(recipe.train), RowNotes(recipe.dev)
+    train = read_labelled(recipe.train, recipe.task, recipe.columns, "train", recipe.encoding, notes=notes[0])
+    dev = read_labelled(recipe.dev, recipe.task, recipe.columns, "dev", recipe.encoding, notes=notes[1])
+    if recipe.task in LABEL_TASKS:
+        check_labels(train, dev, recipe)
+    if recipe.task == "tag":
+        check_several_tags(train, recipe.train)
+    if recipe.task == "tag" and are_span_tags([e.target for e in train]) != are_span_tags([e.target for e in dev]):
+        raise UserError(
+            f"{recipe.train} and {recipe.dev} have tags of two kinds: one marks spans (O, B-PER, I-PER), the other "
+            "single words (NOUN). Take files with the same tags."
+        )
+    if recipe.task == "tag" and (stray_tags := find_stray_tags([e.target for e in (*train, *dev)])):
+        warn(
+            f"{list_names(stray_tags, 5)}: not a span tag, as the other tags are (O, B-PER, I-PER). So words are "
+            "scored, and no spans."
+        )
+    warn_about_overlap(train, dev, recipe)
+    return FinetuneData(select_positive_pairs(train, recipe.train) if recipe.task == "embed" else train, dev, notes)
+
+
+def write_data_notes(folder: Path, notes: Sequence[RowNotes]) -> None:
+    """Write every note on the examples; the console shows only the first of each kind."""
+    if records := [record for file_notes in notes for record in file_notes.to_records()]:
+        write_json(folder / DATA_NOTES_FILE, records)
+    if any(file_notes.is_abridged for file_notes in notes):
+        say(f"all examples that these notes are about: {folder / DATA_NOTES_FILE}")
+
+
+def warn_about_overlap(train: Sequence[Example], dev: Sequence[Example], recipe: FinetuneRecipe) -> None:
+    """Warn if the texts of dev examples are also training examples: their score measures memory."""
+    known = {(e.texts, e.spans) for e in train}
+    repeated = [e for e in dev if (e.texts, e.spans) in known]
+    if not repeated or recipe.dev == PYDOCS_NAME:  # fewer than 1% of the built-in examples, which nobody can edit
+        return
+    count, share = f"{len(repeated):,} of {format_count(len(dev), 'example')}", len(repeated) / len(dev)
+    remedy = "Take other examples" if share == 1 else f"Remove them from {recipe.train}"
+    first = shorten(repeated[0].id)
+    warn(
+        f"{recipe.dev}: {count} ({share:.1%}) also occur in {recipe.train}, the first as example {first}. "
+        f"A score on examples of the training says nothing about unseen ones. {remedy}."
+    )
+
+
+def check_several_tags(train: Sequence[Example], path: str) -> None:
+    """Raise if all words have the same tag: there is nothing to learn."""
+    tags = {tag for e in train for tag in e.target}
+    if len(tags) == 1:
+        raise UserError(
+            f"{path}: every word has the tag {quote(tags.pop())}; tagging needs two or more. Are the tags in another "
+            "column (--columns tags=N)?"
+        )
+
+
+def check_labels(train: Sequence[Example], dev: Sequence[Example], recipe: FinetuneRecipe) -> None:
+    """Raise if dev has a label that train lacks. Warn about labels that only train has."""
+    labels = sorted({e.target for e in train})
+    if len(labels) < 2:
+        label = quote(labels[0])
+        raise UserError(f"{recipe.train}: every example has the label {label}; classification needs two or more.")
+    if recipe.task in ("classify", "pair") and all(is_fraction(label) for label in labels):
+        warn(
+            f"{recipe.train}: the labels are numbers, as {labels[0]}. Each is a class of its own; "
+            "--task regress learns them."
+        )
+    for e in dev:
+        if e.target not in labels:
+            name, label = f"{recipe.dev}, example {shorten(e.id)}", quote(e.target)
+            raise UserError(f"{name}: the label {label} does not occur in {recipe.train}.")
+    if unseen := [label for label in labels if label not in {e.target for e in dev}]:
+        warn(f"{recipe.dev} has no example of {list_names(unseen, 10)}: nothing is known about them.")
+
+
+def is_fraction(label: str) -> bool:
+    """Whether a label is a finite decimal number with a point.
+
+    >>> [is_fraction(label) for label in ("1.5", "1", "x", "nan")]
+    [True, False, False, False]
+    """
+    try:
+        return "." in label and math.isfinite(float(label))
+    except ValueError:
+        return False
+
+
+def check_example_checksums(recipe: FinetuneRecipe, data: FinetuneData, allow_change: bool) -> FinetuneRecipe:
+    """Save the checksums of the examples in a new run; compare them in a resumed run."""
+    train, dev = checksum_examples(data.train), checksum_examples(data.dev)
+    if recipe.dev_checksum not in ("", dev):
+        raise UserError(
+            f"{recipe.dev} has changed since this run began, and all scores of a run must use the same examples. "
+            "Restore the file, or start a new run."
+        )
+    if recipe.train_checksum not in ("", train):
+        if not allow_change:
+            raise UserError(
+                f"{recipe.train} has changed since this run began. Restore the file, start a new run, or continue with "
+                "the new examples by --allow-change."
+            )
+        say(f"the run continues with changed training examples: {recipe.train}")
+    return replace(recipe, train_checksum=train, dev_checksum=dev)
+
+
+def select_train_examples(train: Sequence[Example], recipe: FinetuneRecipe, seed: int) -> Sequence[int]:
+    """Indices of a seed's training examples: all, or `recipe.shots` drawn for this seed."""
+    if not recipe.shots:
+        return range(len(train))
+    if recipe.tasks:
+        return sample_each_task(train, recipe, seed)
+    return sample_stratified([sampling_stratum(recipe.task, e) for e in train], recipe.shots, recipe.seed + seed)
+
+
+def sample_each_task(train: Sequence[Example], recipe: FinetuneRecipe, seed: int) -> list[int]:
+    """Draw `recipe.shots` examples of every task."""
+    chosen: list[int] = []
+    for name, part in recipe.task_recipes().items():
+        own = [i for i, e in enumerate(train) if task_of(e) == name]
+        strata = [sampling_stratum(part.task, train[i]) for i in own]
+        chosen += [own[i] for i in sample_stratified(strata, recipe.shots, recipe.seed + seed)]
+    return chosen
+
+
+def sampling_stratum(task: str, example: Example) -> Any:
+    """Stratum of an example in few-shot sampling: its label, whether it has an answer, or None."""
+    if task == "span-qa":
+        return len(example.target) > 0
+    return example.target if task in LABEL_TASKS else None
+
+
+def sample_stratified(strata: Sequence[Any], shots: int, seed: int) -> list[int]:
+    """Draw `shots` indices, as evenly over the strata as their sizes allow. The seed fixes the draw.
+
+    With more strata than `shots`, the strata are drawn too.
+    """
+    by_stratum: dict[Any, list[int]] = defaultdict(list)
+    for i in permute_indices(np.arange(len(strata)), len(strata), seed).tolist():
+        by_stratum[strata[i]].append(i)
+    rounds = zip_longest(*by_stratum.values())  # one of each stratum, then a second of each ...
+    return [i for round in rounds for i in round if i is not None][:shots]

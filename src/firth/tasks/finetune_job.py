@@ -1,0 +1,134 @@
+"""What all seeds of a fine-tuning share: encoded examples, their batches, how a step is executed.
+
+Batches are a pure function of seed and step, so a resumed seed sees the same examples.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import lru_cache, partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from firth.core.hashing import hash_uint64
+from firth.models import Model, ModelConfig
+from firth.objectives import Batch
+from firth.tasks.finetune_data import FinetuneData, select_train_examples
+from firth.tasks.multitask import make_mixed_sampler
+from firth.tasks.recipe import FinetuneRecipe
+from firth.tasks.shape_buckets import MAX_TRIAL_BATCHES, ShapeBuckets, fit_shape_buckets
+from firth.tasks.task import Prediction, Task
+from firth.tokens.permutation import permute_indices
+from firth.train import ComputeConfig
+from firth.train.distributed import SINGLE_PROCESS, select_device
+
+DEFAULT_FINETUNE_EPOCHS = 3.0  # epochs per seed if the recipe sets no length
+MAX_STORED_ORDER = 2**20  # examples: up to here the order of an epoch is computed at once
+# Steps per seed from which a GPU run compiles by default. An estimate: compiling three or four shapes takes one or two
+# minutes, and an uncompiled CUDA-graph step of BERT-base takes about 10 ms longer than a compiled one.
+MIN_STEPS_TO_COMPILE = 10_000
+
+
+@dataclass(frozen=True)
+class FinetuneJob:
+    """State that all seeds share."""
+
+    recipe: FinetuneRecipe
+    task: Task
+    data: FinetuneData
+    train_indices: list[Sequence[int]]  # by seed: indices of its training examples
+    train_items: Mapping[int, Any]
+    dev_items: Sequence[Any]
+    compute: ComputeConfig
+    folder: Path
+    shape_buckets: ShapeBuckets | None = None  # None without compile and CUDA graphs
+    recipe_changed: bool = False  # the run resumes with another recipe or other examples
+
+    @property
+    def execution_mode(self) -> str:
+        return "compiled" if self.compute.compile else "replayed as CUDA graphs"
+
+    def predict_dev(self, model: Model) -> list[Prediction]:
+        size = 2 * self.recipe.per_device_train_batch_size
+        return self.task.predict(model, self.dev_items, self.compute, size)
+
+
+def encode_finetune_data(
+    recipe: FinetuneRecipe, task: Task, data: FinetuneData, compute: ComputeConfig, folder: Path
+) -> FinetuneJob:
+    """Encode the training examples that any seed uses, and all dev examples."""
+    chosen = [select_train_examples(data.train, recipe, seed) for seed in range(recipe.seeds)]
+    used = sorted({i for indices in chosen for i in indices})
+    items = dict(zip(used, task.encode([data.train[i] for i in used]), strict=True))
+    shapes = (
+        sample_shape_buckets(recipe, task, [items[i] for i in chosen[0]])
+        if compute.compile or compute.cuda_graphs
+        else None
+    )
+    return FinetuneJob(recipe, task, data, chosen, items, task.encode(data.dev), compute, folder, shapes)
+
+
+def sample_shape_buckets(recipe: FinetuneRecipe, task: Task, items: Sequence[Any]) -> ShapeBuckets:
+    """Fit the shape buckets to the batches of the first epoch, at most `MAX_TRIAL_BATCHES`."""
+    batches, accumulated = make_finetune_batch_fn(recipe, task, items), recipe.gradient_accumulation_steps
+    steps = min(-(-len(items) // recipe.global_batch_size), -(-MAX_TRIAL_BATCHES // accumulated))
+    return fit_shape_buckets((batch for step in range(steps) for batch in batches(step)), task.tokenizer.vocab.pad)
+
+
+def permute_epoch(n: int, seed: int, epoch: int) -> list[int]:
+    """Return the order of the examples in an epoch."""
+    return permute_indices(np.arange(n), n, hash_uint64(seed, epoch)).tolist()
+
+
+def make_finetune_batch_fn(
+    recipe: FinetuneRecipe,
+    task: Task,
+    items: Sequence[Any],
+    skips: Sequence[tuple[int, int]] = (),
+    collate: Callable[[Sequence[Any]], Batch] | None = None,
+) -> Callable[[int], list[Batch]]:
+    """Return a function from step to micro-batches. It is pure; each epoch has its own permutation of the examples.
+
+    After a rewind, `skips` (start, count) shift the steps from `start` on, so that the examples in between are skipped.
+    """
+    size, n = recipe.per_device_train_batch_size, len(items)
+    epoch_order = lru_cache(maxsize=2)(partial(permute_epoch, n, recipe.seed))  # a batch may span two epochs
+    mixed = make_mixed_sampler(items, recipe.mix_temperature, recipe.mix_cap, recipe.seed) if recipe.tasks else None
+
+    def pick(index: np.ndarray) -> list[Any]:
+        if n > MAX_STORED_ORDER:
+            epoch, offset = np.divmod(index, n)
+            return [items[i] for i in permute_indices(offset, n, hash_uint64(recipe.seed, epoch))]
+        return [items[epoch_order(i // n)[i % n]] for i in index.tolist()]
+
+    def batches(step: int) -> list[Batch]:
+        first = (step + sum(count for start, count in skips if step >= start)) * recipe.global_batch_size
+        starts = range(first, first + recipe.global_batch_size, size)
+        return [(collate or task.collate)((mixed or pick)(np.arange(start, start + size))) for start in starts]
+
+    return batches
+
+
+def resolve_compile_options(recipe: FinetuneRecipe, config: ModelConfig, num_train_examples: int) -> FinetuneRecipe:
+    """Return the recipe with `compile` and `engine.cuda_graphs` resolved; compile only long runs by default.
+
+    Loops over positions (LSTM, CRF) are not compiled: the compiler unrolls them into one copy per position. On a GPU,
+    other uncompiled steps are replayed as CUDA graphs, unless layers are unfrozen during training.
+    """
+    examples = min(recipe.shots or num_train_examples, num_train_examples)
+    planned = math.ceil((recipe.num_train_epochs or DEFAULT_FINETUNE_EPOCHS) * examples / recipe.global_batch_size)
+    long = (recipe.max_steps or planned) >= MIN_STEPS_TO_COMPILE and not recipe.minutes
+    sequential = config.recurrent is not None or recipe.crf or recipe.bilstm
+    if recipe.compile is None and not recipe.engine.compile_regions and (sequential or not long):
+        recipe = replace(recipe, compile=False)
+    on_gpu = select_device(SINGLE_PROCESS, recipe).type == "cuda"
+    if recipe.engine.cuda_graphs is None and recipe.compile is False and on_gpu:
+        uncapturable = (
+            sequential or recipe.unfreeze_every or recipe.engine.weights == "bf16" or recipe.gradient_checkpointing
+        )
+        recipe = replace(recipe, engine=replace(recipe.engine, cuda_graphs=not uncapturable))
+    return recipe

@@ -1,0 +1,97 @@
+"""The model of a seed: the checkpoint's backbone with the task's head, and the folder it is written to."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from firth.core.console import say
+from firth.core.errors import UserError
+from firth.core.files import atomic_folder, write_json
+from firth.models import (
+    ClassificationHead,
+    LMHead,
+    Model,
+    ModelConfig,
+    TaskHead,
+    grow_vocabulary,
+    load_model,
+    make_model,
+    make_sequence_template,
+    read_config,
+    write_model,
+)
+from firth.models.hf.adapter import write_adapter
+from firth.models.lora import add_lora
+from firth.tasks.embed import EmbeddingTask, write_sentence_transformers_files
+from firth.tasks.finetune_job import FinetuneJob
+from firth.tasks.recipe import TASK_FILE, FinetuneRecipe
+from firth.tasks.task import Task
+
+
+def build_seed_model(job: FinetuneJob, seed: int) -> Model:
+    """Load the checkpoint's backbone with the task's head, or initialize it randomly; add LoRA if enabled."""
+    recipe, task = job.recipe, job.task
+    torch.manual_seed(recipe.seed + seed)
+    config = read_config(recipe.checkpoint)
+    model_config = recipe.apply_head_options(task.configure_model(config))
+    if recipe.class_weights == "balanced":
+        model_config = balance_class_weights(model_config, [job.data.train[i].target for i in job.train_indices[seed]])
+    if recipe.from_scratch:
+        model = make_model(model_config)
+    else:
+        model = load_model(recipe.checkpoint, head=model_config.head, extras=model_config.extras)
+        if isinstance(config.head, TaskHead) and not has_same_labels(config, model_config.head):
+            reset_head(model)
+    model.tokenizer = task.tokenizer
+    if model.eos_token_ids is not None and isinstance(model_config.head, LMHead):
+        eos_id = make_sequence_template(model_config, task.tokenizer.vocab).eos_id
+        model.eos_token_ids += () if eos_id in model.eos_token_ids else (eos_id,)
+    grow_vocabulary(model, max(config.vocab_size, task.tokenizer.vocab.size))
+    if recipe.lora is not None:
+        add_lora(model, model.config, recipe.lora)
+    return model
+
+
+def reset_head(model: Model) -> None:
+    """Reinitialize the output layer: another task's head may have the same number of classes."""
+    out = getattr(model.head, "out", None)
+    if isinstance(out, torch.nn.Linear):
+        torch.nn.init.normal_(out.weight, 0.0, getattr(model.config.init, "std", out.in_features**-0.5))
+        if out.bias is not None:
+            torch.nn.init.zeros_(out.bias)
+
+
+def balance_class_weights(config: ModelConfig, labels: Sequence[str]) -> ModelConfig:
+    """Weight each class by n / (k * n_c), so that rare and frequent classes contribute equally to the loss."""
+    if not isinstance(config.head, ClassificationHead):
+        raise UserError("class_weights=balanced needs a classification head, and this task has another one.")
+    count, names = Counter(labels), config.head.names
+    weights = tuple(len(labels) / (len(names) * max(count[name], 1)) for name in names)
+    return replace(config, head=replace(config.head, class_weights=weights))
+
+
+def has_same_labels(config: ModelConfig, head: Any) -> bool:
+    """Whether a checkpoint's head has this type and these labels."""
+    return type(config.head) is type(head) and getattr(config.head, "names", ()) == getattr(head, "names", ())
+
+
+def save_seed_model(recipe: FinetuneRecipe, task: Task, model: Model, seed_folder: Path) -> None:
+    """Write `final/` and, with LoRA, `adapter/` in the format of peft."""
+    if recipe.lora is not None:
+        try:
+            with atomic_folder(seed_folder / "adapter", "adapter") as temporary:
+                write_adapter(model, recipe.lora, recipe.checkpoint, temporary)
+        except UserError as e:
+            say(f"no adapter/: {e}")
+    model.tokenizer = task.templated_tokenizer()
+    with atomic_folder(seed_folder / "final") as temporary:
+        write_model(model, temporary)
+        write_json(temporary / TASK_FILE, task.metadata())
+        if isinstance(task, EmbeddingTask):
+            write_sentence_transformers_files(model, task.template.max_length, temporary)
