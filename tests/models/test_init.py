@@ -27,6 +27,7 @@ from firth.models.config import (
 )
 from firth.models.hf.config_io import from_hf_config, hf_model_type, to_hf_config
 from firth.models.hf.convert import to_hf_tensors
+from firth.models.init import skip_init
 from firth.models.presets import (
     albert,
     bart,
@@ -195,3 +196,18 @@ def test_invalid_initializations_raise(init: NormalInit) -> None:
     fields = "std|embed_std|cutoff_factor"
     with pytest.raises(UserError, match=rf"model\.init\.({fields}) is -?[01]\.0, and must be more than 0"):
         make_model(bert(1, 16, 2, V, init=init))
+
+
+def test_weights_are_drawn_again_after_skip_init() -> None:
+    config = bert(1, 16, 2, V)
+    torch.manual_seed(3)
+    wanted = make_model(config).state_dict()
+    torch.manual_seed(3)
+    with skip_init():
+        make_model(config)
+        torch.nn.init.trunc_normal_(torch.nn.Linear(2, 2).weight)
+    found = make_model(config).state_dict()
+    assert all(torch.equal(found[name], wanted[name]) for name in wanted)
+    with pytest.raises(ZeroDivisionError), skip_init():
+        _ = 1 / 0
+    assert make_model(config).embed.tokens.weight.std() > 0.01

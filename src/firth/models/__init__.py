@@ -30,6 +30,7 @@ if TYPE_CHECKING:
         load_generation_tokens,
         load_model,
         load_weights,
+        make_model_from_tensors,
         write_model,
     )
     from firth.models.hf.config_io import (
@@ -118,6 +119,7 @@ __all__ = [
     "load_model",
     "load_weights",
     "make_model",
+    "make_model_from_tensors",
     "make_prompt_suffix",
     "make_sequence_template",
     "ppmi_embeddings",

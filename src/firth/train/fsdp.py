@@ -37,6 +37,7 @@ from firth.models import Model, Stack, make_model
 from firth.models.hf.checkpoint import write_config_files
 from firth.models.hf.convert import to_hf_tensors, unique_state_dict
 from firth.models.hf.tensors import WEIGHTS_FILE, translate_disk_errors
+from firth.models.init import skip_init
 from firth.train.checkpoint import (
     GUARD_FILE,
     RECURRENT_STATE_FILE,
@@ -90,7 +91,8 @@ class FSDPContext(DDPContext):
         tensors = {name: self.gather_to_rank(0, value) for name, value in unique_state_dict(model).items()}
         if not self.is_main_process:
             return None
-        complete = make_model(model.config)
+        with skip_init():
+            complete = make_model(model.config)
         for name in ("tokenizer", "objective", "forced_tokens", "eos_token_ids"):
             setattr(complete, name, getattr(model, name))
         for name, value in unique_state_dict(complete).items():

@@ -33,8 +33,8 @@ from firth.models import (
     init_from_teacher,
     load_generation_tokens,
     load_model,
-    load_weights,
     make_model,
+    make_model_from_tensors,
     ppmi_embeddings,
     read_config,
     read_tensors,
@@ -387,16 +387,16 @@ def write_final_model(model: Model, folder: Path, dist_context: DistContext = SI
 def build_pretrain_model(recipe: Recipe, tokenizer: Tokenizer, teacher: Model | None = None) -> Model:
     """Build the model of step 0: initialized from the seed, a checkpoint or a teacher."""
     torch.manual_seed(recipe.seed)
-    num_tokens = recipe.model.vocab_size
     if recipe.checkpoint:  # a tokenizer with added words is larger than the checkpoint's
-        num_tokens = min(num_tokens, read_config(recipe.checkpoint).vocab_size)
-    model = make_model(replace(recipe.model, vocab_size=num_tokens))
-    if recipe.checkpoint:
-        load_weights(model, read_tensors(Path(recipe.checkpoint)), recipe.checkpoint)
+        num_tokens = min(recipe.model.vocab_size, read_config(recipe.checkpoint).vocab_size)
+        config = replace(recipe.model, vocab_size=num_tokens)
+        model = make_model_from_tensors(config, read_tensors(Path(recipe.checkpoint)), recipe.checkpoint)
         load_generation_tokens(model, Path(recipe.checkpoint))
         grow_vocabulary(model, recipe.model.vocab_size, noise_ratio=0.0)
-    elif teacher is not None:
-        init_from_teacher(model, teacher)
+    else:
+        model = make_model(recipe.model)
+        if teacher is not None:
+            init_from_teacher(model, teacher)
     model.tokenizer, model.objective = tokenizer, describe_objective(recipe.objective)
     if recipe.memory:
         has_segments = recipe.objective.row_layout == "segments"

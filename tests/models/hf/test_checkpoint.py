@@ -442,9 +442,32 @@ def test_extras_can_be_dropped_from_a_checkpoint(name: str, tmp_path: Path) -> N
 def test_every_tiny_preset_round_trips_bit_for_bit(name: str, tmp_path: Path) -> None:
     model = stirred(replace(PRESETS[name], vocab_size=V))
     write_model(model, tmp_path)
+    before = torch.get_rng_state()
     again = load_model(tmp_path)
+    assert torch.equal(torch.get_rng_state(), before), "no random weights are drawn"
     assert again.config == model.config
     assert_same(again, model)
+    ours, theirs = dict(again.named_buffers()), dict(model.named_buffers())  # also those that no file has
+    assert ours.keys() == theirs.keys()
+    assert all(torch.equal(ours[name], theirs[name]) for name in ours)
+
+
+@pytest.mark.parametrize("family", ["bert", "t5", "gpt2"])
+def test_a_new_head_has_the_weights_of_its_seed(family: str, tmp_path: Path) -> None:
+    """As if the whole model were drawn first, and the file's tensors copied over it."""
+    written(tmp_path, family)
+    head = ClassificationHead(("yes", "no", "maybe"), pool="first" if family == "bert" else "last")
+    torch.manual_seed(5)
+    model = load_model(tmp_path, head=head)
+    after = torch.get_rng_state()
+    torch.manual_seed(5)
+    plain = make_model(replace(CONFIGS[family], head=head))
+    fresh = {name: value.clone() for name, value in plain.state_dict().items() if name.startswith("head.")}
+    assert torch.equal(torch.get_rng_state(), after)
+    load_weights(plain, read_tensors(tmp_path), str(tmp_path), new_head=True)
+    assert_same(model, plain)
+    assert fresh
+    assert all(torch.equal(value, model.state_dict()[name]) for name, value in fresh.items())
 
 
 def test_decoder_start_token() -> None:

@@ -20,7 +20,8 @@ from firth.core.files import atomic_folder, check_output_folder, read_json, read
 from firth.models.config import Extra, Head, LMHead, ModelConfig, TaskHead
 from firth.models.hf.config_io import OBJECTIVE_KEY, read_config, special_token_ids, to_hf_config
 from firth.models.hf.convert import from_hf_tensors, to_hf_tensors, unexpected_tensors, unique_state_dict
-from firth.models.hf.tensors import WEIGHTS_FILE, find_weight_files, read_tensors, translate_disk_errors
+from firth.models.hf.tensors import WEIGHTS_FILE, read_tensors, translate_disk_errors
+from firth.models.init import skip_init
 from firth.models.model import ForcedTokens, Model, get_forced_tokens, make_model
 from firth.models.template import make_sequence_template
 from firth.tokens import Tokenizer, Vocabulary, load_tokenizer
@@ -49,11 +50,10 @@ def load_model(folder: str | Path, head: Head | None = None, extras: tuple[Extra
     """
     folder = Path(folder)
     config = read_config(folder)
-    find_weight_files(folder)
-    model = make_model(config if head is None else replace(config, head=head, extras=extras))
     tensors = read_tensors(folder)
     new_head = head is not None and (head != config.head or isinstance(head, TaskHead))
-    load_weights(model, tensors, str(folder), new_head)
+    model_config = config if head is None else replace(config, head=head, extras=extras)
+    model = make_model_from_tensors(model_config, tensors, str(folder), new_head)
     if head is None:
         model.objective = read_json(folder / "config.json").get(OBJECTIVE_KEY)
     load_generation_tokens(model, folder)
@@ -74,15 +74,37 @@ def check_vocabulary(config: ModelConfig, vocab: Vocabulary, source: str) -> Non
         )
 
 
+def make_model_from_tensors(
+    config: ModelConfig, tensors: dict[str, Tensor], source: str, new_head: bool = False
+) -> Model:
+    """Return a model with these weights. A head or an extra that they lack is initialised at random, by torch's seed.
+
+    Random weights are drawn only in that case, and then for the whole model: the head of a seed does not depend on
+    what else a file has.
+    """
+    with skip_init():
+        model = make_model(config)
+    state = from_hf_tensors(tensors, config)
+    if any(name not in state or state[name].shape != value.shape for name, value in unique_state_dict(model).items()):
+        model = make_model(config)
+    copy_weights(model, state, source, new_head)
+    return model
+
+
 def load_weights(
     model: Model, tensors: dict[str, Tensor], source: str, new_head: bool = False, strict: bool = False
 ) -> None:
-    """Copy tensors into a model.
+    """Copy the tensors of a checkpoint into a model.
 
     Missing tensors of the backbone are an error; a missing head or extra stays initialised at random, unless `strict`.
     Another shape is an error, except for the old head under a `new_head`.
     """
-    state, parameters = from_hf_tensors(tensors, model.config), unique_state_dict(model)
+    copy_weights(model, from_hf_tensors(tensors, model.config), source, new_head, strict)
+
+
+def copy_weights(model: Model, state: dict[str, Tensor], source: str, new_head: bool, strict: bool = False) -> None:
+    """Copy tensors that have our names, as `load_weights` does."""
+    parameters = unique_state_dict(model)
     mismatched = [
         f"{name} is {tuple(state[name].shape)} in the file and {tuple(p.shape)} by the config"
         for name, p in parameters.items()
