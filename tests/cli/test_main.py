@@ -26,6 +26,7 @@ from firth.core.errors import UserError
 from firth.core.files import VERIFIED_FILE, find_corruption
 from firth.generate import Blank, Guess
 from firth.tasks import FinetuneRecipe
+from firth.tokens import load_tokenizer
 from firth.train import Recipe
 
 SMALL = ["--max-seq-length=32", "--per-device-train-batch-size=4", "--no-compile", "--no-bf16"]
@@ -1012,3 +1013,46 @@ def test_check_looks_for_labelled_examples(firth: Firth, paths: dict[str, Path],
     leaks = done.json["leaks"]
     assert (leaks["examples"], leaks["exact"], leaks["near"], leaks["task"]) == (2, 1, 0, "classify")
     assert firth("check", paths["text"], "--task", "pair").code == 2
+
+
+def test_an_extended_tokenizer(firth: Firth, paths: dict[str, Path], tmp_path: Path) -> None:
+    domain = tmp_path / "domain.txt"
+    domain.write_text("\n\n".join(f"soma kitabu cha {i} watoto" for i in range(40)), encoding="utf-8")
+    words = "tokenizer", "--extend", paths["bert"], domain, "--output-dir", tmp_path / "t"
+    done = firth(*words, "--dry-run", "--json")
+    assert (done.code, done.json["dry_run"], (tmp_path / "t").exists()) == (0, True, False)
+    done = firth(*words, "--max-new-tokens", 3)
+    assert done.code == 0
+    assert "kitabu" in done.out
+    assert "tokens per MB" in done.out
+    assert "held-out document" in done.out
+    assert "`firth adapt CHECKPOINT`" in done.err
+    assert firth(*words).code == 2, "the folder is not replaced"
+    done = firth(*words, "--json", "--overwrite", "--max-new-tokens", 3)
+    old, new = load_tokenizer(paths["bert"]), load_tokenizer(tmp_path / "t")
+    assert done.json["vocab_size"] == new.vocab.size == old.vocab.size + 3
+    assert {token["text"] for token in done.json["new_tokens"]} == {"kitabu", "watoto", "soma"}
+    assert done.json["after"]["tokens_per_mb"] < done.json["before"]["tokens_per_mb"]
+    saved = json.loads((tmp_path / "t" / "extension.json").read_text(encoding="utf-8"))
+    assert saved.items() <= done.json.items()
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["--extend", "TOK", "--kind=bpe", "--vocab-size=9"], "leave out --kind, --vocab-size"),
+        (["--extend", "TOK", "--from", "TOK"], "leave out --from"),
+        (["--max-new-tokens=9"], "Only --extend adds tokens to a tokenizer: leave out --max-new-tokens"),
+        (["--extend", "TOK", "--min-count=0"], "--min-count"),
+        (["--extend", "TOK", "--min-count=100000"], "No token is worth adding"),
+        (["--extend", "nowhere"], "no such folder"),
+    ],
+)
+def test_mistakes_in_an_extension(
+    firth: Firth, paths: dict[str, Path], tmp_path: Path, words: list[str], said: str
+) -> None:
+    given = [paths["bert-tokenizer"] if word == "TOK" else word for word in words]
+    done = firth("tokenizer", paths["text"], "--output-dir", tmp_path / "t", *given)
+    assert done.code == 2
+    assert said in done.err
+    assert not (tmp_path / "t").exists()

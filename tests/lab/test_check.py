@@ -22,6 +22,7 @@ from firth.lab.check import (
     choose_tokenizer,
     choose_vocab_size,
     compare_with_trained,
+    decide_tokenizer,
     largest_fitting_models,
     read_leak_examples,
     row_length_advice,
@@ -34,7 +35,7 @@ from firth.lab.check_text import print_check
 from firth.models import ARCHITECTURE_FAMILIES, shaped_model
 from firth.recipes import pretraining_recipe, update_recipe
 from firth.text import Corpus
-from firth.tokens import train_tokenizer
+from firth.tokens import load_tokenizer, train_tokenizer
 from firth.tokens.fertility import TokenizerFit
 
 ParseFn = Callable[[str], tuple[str, dict[str, Any]]]
@@ -194,6 +195,32 @@ def test_the_commands_can_be_pasted(
     capsys.readouterr()
     print_check(check)
     assert check.commands == capsys.readouterr().out.splitlines()[-len(check.commands) :], "lines are not wrapped"
+
+
+def test_the_command_that_extends_a_tokenizer(
+    corpus_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The advice names the command, and the command that is printed makes the tokenizer that `prepare` then reads."""
+    texts = corpus_file.read_text(encoding="utf-8").split("\n\n")
+    given = train_tokenizer(texts[:3] * 3, "byte-bpe", 400)
+    given.save(tmp_path / "old tok")
+    monkeypatch.chdir(tmp_path)
+    found = check_corpus(Corpus([corpus_file]), given, "old tok", ["byte-bpe"], [400])
+    advice = {a.about: a for a in found.advice}
+    assert "`firth tokenizer --extend 'old tok' TEXT... --output-dir tok`" in advice["old tok: extend"].do
+    extend, prepare = (shlex.split(line.removeprefix(shlex.join(program()))) for line in found.commands[:2])
+    assert prepare[prepare.index("--tokenizer") + 1] == "tok"
+    typer.main.get_command(app).main(extend, standalone_mode=False)
+    made = load_tokenizer(tmp_path / "tok")
+    assert made.vocab.size > given.vocab.size
+    assert sum(len(made.encode(t)) for t in texts) < 0.8 * sum(len(given.encode(t)) for t in texts)
+
+
+def test_a_kind_that_cannot_be_extended_is_retrained() -> None:
+    trained = fit(size=4096, bytes_per_token=4.0)
+    for kind, decision in {"wordpiece": "extend", "word": "retrain", "char": "retrain"}.items():
+        given = fit(kind, size=5000, bytes_per_token=3.2, given=True)
+        assert decide_tokenizer(given, [given, trained]) == decision
 
 
 def test_no_command_that_pretrain_refuses(parse_command: ParseFn) -> None:

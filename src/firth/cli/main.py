@@ -9,6 +9,7 @@ import platform
 import signal
 import sys
 import traceback
+from collections.abc import Mapping
 from functools import partial
 from importlib.metadata import version
 from io import TextIOWrapper
@@ -89,16 +90,36 @@ def check(json: bool, **options: Any) -> None:
 firth tokenizer books/ --output-dir tok
 firth tokenizer books/ --kind byte-bpe --vocab-size 32000 --output-dir tok
 firth tokenizer books/ --from bert-base-uncased/ --output-dir tok
+firth tokenizer --extend bert-base-uncased/ swahili/ --output-dir tok
 """,
 )
 def tokenizer(json: bool, kind: str | None = None, **options: Any) -> None:
-    """Train a tokenizer on text."""
+    """Train a tokenizer on text, or extend one by the words of a text."""
     from firth import api
 
     own = {"--kind": kind, **{f"--{name}": options.get(name) for name in ("lowercase", "byte_fallback", "pattern")}}
-    if "like" in options and (given := [name.replace("_", "-") for name, value in own.items() if value]):
-        raise UserError(f"--from sets everything but the size: leave out {', '.join(given)}.")
-    render.print_result(api.tokenizer(kind=kind or "wordpiece", **options), json, "Tokenizer")
+    fixed = own | {
+        "--from": options.get("like"),
+        **{f"--{name}": options.get(name) for name in ("vocab_size", "reverse")},
+    }
+    added = {f"--{name}": options.get(name) for name in ("max_new_tokens", "min_count")}
+    if "extend" in options:
+        refuse_options(fixed, "--extend keeps the tokenizer as it is and adds tokens")
+    elif "like" in options:
+        refuse_options(own, "--from sets everything but the size")
+    if "extend" not in options:
+        refuse_options(added, "Only --extend adds tokens to a tokenizer")
+    result = api.tokenizer(kind=kind or "wordpiece", **options)
+    if "new_tokens" in result and not json:
+        render.print_extension(result)
+    else:
+        render.print_result(result, json, "Tokenizer")
+
+
+def refuse_options(options: Mapping[str, Any], cause: str) -> None:
+    """Raise a UserError if any of these options was given."""
+    if given := [name.replace("_", "-") for name, value in options.items() if value]:
+        raise UserError(f"{cause}: leave out {', '.join(given)}.")
 
 
 @command(

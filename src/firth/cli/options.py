@@ -33,6 +33,7 @@ from firth.objectives import OBJECTIVES
 from firth.tasks import FINETUNE_TASKS
 from firth.text.examples import TASK_FORMATS
 from firth.text.normalize import NORMALIZERS
+from firth.tokens.extend import MAX_NEW_TOKENS, MIN_TOKEN_COUNT
 from firth.train import parse_overrides
 from firth.train.recipe import BOUNDS
 
@@ -572,6 +573,24 @@ class TokenizerOptions(TextArguments, OutputOptions, DryRunOptions):
         None, "Train on a sample that fits into this memory. Default: all of the text.", "4GB", parse=parse_bytes
     )
     seed: int = option(0, "Seed the choice of the sample.")
+    extend: str | None = option(
+        None,
+        "Add the words of the text to the tokenizer in this folder or checkpoint; other words keep their ids.",
+        "FOLDER",
+        topic="Extending a tokenizer",
+    )
+    max_new_tokens: int | None = option(
+        None,
+        f"Add at most this many tokens, those that save most. Default: {MAX_NEW_TOKENS}.",
+        topic="Extending a tokenizer",
+        bounds={"ge": 1},
+    )
+    min_count: int | None = option(
+        None,
+        f"Add only tokens that occur this often in the text. Default: {MIN_TOKEN_COUNT}, fewer in less than 1 MB.",
+        topic="Extending a tokenizer",
+        bounds={"ge": 1},
+    )
 
 
 @dataclass(kw_only=True)

@@ -29,6 +29,7 @@ if TYPE_CHECKING:
 
 HELP_WIDTH, LABEL_WIDTH = 80, 26  # columns of --help, and of its left part with the options
 MAX_TEXT_CHARS = 40  # characters: longer texts are shortened in tables
+MAX_LISTED_TOKENS = 20  # new tokens of an extended tokenizer that are shown
 MAX_HELP_CHARS = 110  # characters of one option's text in --help, about two lines
 REQUIRED, RUN, OUTPUT, KEY_VALUE = "Required", "Run", "Output", "KEY=VALUE"  # topics: first, the last two, the footer
 
@@ -113,6 +114,36 @@ def print_result(result: Mapping[str, Any], as_json: bool, title: str) -> None:
         else:
             rows.append((name, format_with_deviation(name, [value], None)[0]))
     show_table(title, ["", ""], rows)
+
+
+def print_extension(result: Mapping[str, Any]) -> None:
+    """The fragmentation of the text before and after, and the new tokens that save most."""
+    before, after = result["before"], result["after"]
+    measures = {
+        "tokens per word": ("tokens_per_word", "{:.3f}"),
+        "words of several tokens": ("split_words_share", "{:.1%}"),
+        "tokens per MB": ("tokens_per_mb", "{:,.0f}"),
+        "unknown tokens": ("unknown_share", "{:.2%}"),
+    }
+    rows = [
+        (name, form.format(before[key]), form.format(after[key]), f"{after[key] / before[key] - 1:+.1%}")
+        for name, (key, form) in measures.items()
+        if before[key]
+    ]
+    kind = "held-out document" if result["measured_apart"] else "document"
+    measured = format_count(result["measured_documents"], kind)
+    show_table(f"Measured on {measured}", ["", "before", "after", "change"], rows)
+    new, shown = result["new_tokens"], result["new_tokens"][:MAX_LISTED_TOKENS]
+    columns = ["new token", "form", "count", "tokens saved per MB", "pieces before"]
+    listed = [
+        (t["text"], t["form"], f"{t['count']:,}", f"{t['saved_tokens_per_mb']:,.1f}", " ".join(t["old_pieces"]))
+        for t in shown
+    ]
+    show_table(f"{format_count(len(new), 'new token')}; the {len(shown)} that save most", columns, listed)
+    say(
+        f"{result['output_dir']} has {result['vocab_size']:,} tokens; extension.json lists the new ones. "
+        "Words without a new token keep their ids. `firth adapt CHECKPOINT` adds such tokens to a model."
+    )
 
 
 def print_pretraining(result: Mapping[str, Any], as_json: bool) -> None:

@@ -17,7 +17,7 @@ from firth.commands.shards import (
 )
 from firth.core.console import say
 from firth.core.errors import UserError, did_you_mean, quote
-from firth.core.files import atomic_folder, check_output_folder
+from firth.core.files import atomic_folder, check_output_folder, write_json
 from firth.core.html import resolve_page_path
 from firth.lab.check import COMPARED_TOKENIZER_KINDS as COMPARED
 from firth.lab.check import check_corpus, read_leak_examples
@@ -25,8 +25,17 @@ from firth.lab.check_page import save_check_page as save_check
 from firth.lab.check_text import print_check
 from firth.recipes import default_vocab_size
 from firth.text import HELD_OUT_FRACTION, Corpus, SalientSpanFinder, load_salient_finder
-from firth.tokens import TOKENIZER_KINDS, is_shards_folder, load_tokenizer, retrain_tokenizer, train_tokenizer
+from firth.tokens import (
+    TOKENIZER_KINDS,
+    Tokenizer,
+    is_shards_folder,
+    load_tokenizer,
+    retrain_tokenizer,
+    train_tokenizer,
+)
 from firth.tokens.checkup import SAMPLE_CHARS
+from firth.tokens.extend import MAX_NEW_TOKENS, default_min_count, require_extensible
+from firth.tokens.extend_corpus import extend_by_corpus
 from firth.tokens.shards import find_shard_damage
 
 
@@ -86,9 +95,15 @@ def tokenizer(
     seed: int = 0,
     reverse: bool = False,
     dry_run: bool = False,
+    extend: str | Path | None = None,
+    max_new_tokens: int = MAX_NEW_TOKENS,
+    min_count: int | None = None,
     **reading: Any,
 ) -> dict[str, Any]:
     """Train a tokenizer on text; with `dry_run` only say what would be read and written.
+
+    `extend` is the folder of a tokenizer or checkpoint to which the words of the text are added instead: at most
+    `max_new_tokens` that occur `min_count` times (default: 10, fewer in less than 1 MB); old tokens keep their ids.
 
     `like` is the folder of a tokenizer or checkpoint, whose kind, normalization and special tokens the new one gets;
     otherwise `kind`, `lowercase`, `pattern` and `byte_fallback` define it. `reverse` reverses every text, for models
@@ -96,8 +111,12 @@ def tokenizer(
     """
     folder = Path(output_dir)
     check_output_folder(folder, "--output-dir", overwrite, "tokenizer")
-    template = None if like is None else load_tokenizer(like)
+    source = like if extend is None else extend
+    template = None if source is None else load_tokenizer(source)
     corpus = Corpus(texts, **reading)
+    if extend is not None and template is not None:
+        require_extensible(template)
+        return _extend_tokenizer(template, corpus, folder, max_new_tokens, min_count, max_memory, seed, dry_run)
     size = vocab_size or default_vocab_size(corpus.total_bytes)
     if dry_run:
         from firth.lab.dry_run import describe_text
@@ -114,8 +133,37 @@ def tokenizer(
     say(corpus.describe())
     with atomic_folder(folder, "tokenizer") as temporary:
         new.save(temporary)
-    facts = {"kind": new.kind, "vocab_size": new.vocab.size, "fingerprint": new.fingerprint}
-    return {"output_dir": str(folder), **facts}
+    return {"output_dir": str(folder), **_tokenizer_facts(new)}
+
+
+def _tokenizer_facts(tokenizer: Tokenizer) -> dict[str, Any]:
+    return {"kind": tokenizer.kind, "vocab_size": tokenizer.vocab.size, "fingerprint": tokenizer.fingerprint}
+
+
+def _extend_tokenizer(
+    tokenizer: Tokenizer,
+    corpus: Corpus,
+    folder: Path,
+    max_new: int,
+    min_count: int | None,
+    max_memory: int | None,
+    seed: int,
+    dry_run: bool,
+) -> dict[str, Any]:
+    """Write a tokenizer that is extended by the words of a corpus, and `extension.json` with what it saves."""
+    if dry_run:
+        from firth.lab.dry_run import describe_text
+
+        size = {"kind": tokenizer.kind, "vocab_size": tokenizer.vocab.size, "max_new_tokens": max_new}
+        return {"dry_run": True, **describe_text(corpus), **size, "writes": str(folder)}
+    min_count = min_count or default_min_count(corpus.total_bytes)
+    extension = extend_by_corpus(tokenizer, corpus, max_new, min_count, max_memory, seed)
+    say(corpus.describe())
+    result = {"extended": tokenizer.fingerprint, **extension.to_dict()}
+    with atomic_folder(folder, "tokenizer") as temporary:
+        extension.tokenizer.save(temporary)
+        write_json(temporary / "extension.json", result)
+    return {"output_dir": str(folder), **_tokenizer_facts(extension.tokenizer), **result}
 
 
 def prepare(

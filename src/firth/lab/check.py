@@ -6,6 +6,7 @@ the rule behind it, so that a person can decide otherwise.
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any, NamedTuple
@@ -21,6 +22,7 @@ from firth.text.labelled import infer_task
 from firth.text.leak_detection import LeakFinder
 from firth.tokens import Tokenizer
 from firth.tokens.checkup import SAMPLE_CHARS, check_documents, make_excerpt
+from firth.tokens.extend import EXTENDED_KINDS
 from firth.tokens.fertility import TokenizerFit, measure_fit, split_sample, train_candidate_tokenizers
 from firth.train.recipe import MAX_ROW_TOKENS
 
@@ -127,7 +129,8 @@ def check_corpus(
     best = chosen.name if chosen else None
     commands: list[str] = []
     if chosen is not None:
-        kept = chosen if chosen.given else next((fit for fit in fits if fit.given and keeps_tokenizer(fit, fits)), None)
+        decisions = {fit.name: decide_tokenizer(fit, fits) for fit in fits if fit.given}
+        kept = next((fit for fit in fits if decisions.get(fit.name, "retrain") != "retrain"), None)
         used = kept or chosen
         commands = suggest_commands(
             corpus,
@@ -139,6 +142,7 @@ def check_corpus(
             advised_normal_forms(text),
             text["near_duplicates"]["share"] >= MIN_DUPLICATES_SHARE,
             lowercase,
+            extends=decisions.get(used.name) == "extend",
         )
     return CorpusCheck(corpus.describe(), text, sample_stats, fits, left_out, best, models, advice, leaked, commands)
 
@@ -248,10 +252,11 @@ def tokenizer_decision(ratio: float, unknown: float) -> str:
     return "extend" if ratio > MAX_KEEP_TOKEN_RATIO or unknown > MAX_UNKNOWN_TOKENS_SHARE else "keep"
 
 
-def keeps_tokenizer(given: TokenizerFit, fits: Sequence[TokenizerFit]) -> bool:
-    """Whether the advice is to keep a given tokenizer."""
+def decide_tokenizer(given: TokenizerFit, fits: Sequence[TokenizerFit]) -> str:
+    """Return keep, extend or retrain for a given tokenizer; a kind that cannot be extended is retrained."""
     compared = compare_with_trained(given, [fit for fit in fits if not fit.given])
-    return compared is None or tokenizer_decision(compared[1], given.unknown) == "keep"
+    decision = "keep" if compared is None else tokenizer_decision(compared[1], given.unknown)
+    return "retrain" if decision == "extend" and given.kind not in EXTENDED_KINDS else decision
 
 
 # --- models -------------------------------------------------------------------------------------------------------
@@ -304,7 +309,7 @@ def all_advice(
     trained = [fit for fit in fits if not fit.given]
     for given in (fit for fit in fits if fit.given):
         if compared := compare_with_trained(given, trained):
-            yield existing_tokenizer_advice(given, *compared)
+            yield existing_tokenizer_advice(given, *compared, decide_tokenizer(given, fits))
     if chosen is None:
         return
     if not chosen.given:
@@ -378,12 +383,13 @@ def advised_normal_forms(corpus_stats: dict[str, Any]) -> list[str]:
     return [*(variant["form"] for variant in corpus_stats["spellings"]), *["invisible"] * invisible]
 
 
-def existing_tokenizer_advice(current: TokenizerFit, rival: TokenizerFit, ratio: float) -> Advice:
+def existing_tokenizer_advice(current: TokenizerFit, rival: TokenizerFit, ratio: float, decision: str) -> Advice:
     """Advise to keep, extend or retrain the tokenizer of a checkpoint."""
-    decision = tokenizer_decision(ratio, current.unknown)
     actions = {
         "keep": "Keep it: no embeddings have to be trained anew.",
-        "extend": "Extend it by the words that it splits worst, and continue pretraining to train their embeddings.",
+        "extend": "Extend it by the words that it splits worst: "
+        f"`firth tokenizer --extend {shlex.quote(current.name)} TEXT... --output-dir tok`. The model of a checkpoint "
+        "needs embeddings for them: `firth adapt` adds and trains them.",
         "retrain": "Train a new one. Its embeddings start from scratch: this needs pretraining, not only fine-tuning.",
     }
     return Advice(

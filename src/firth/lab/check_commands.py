@@ -42,10 +42,12 @@ def suggest_commands(
     normal_forms: Sequence[str] = (),
     near_dedup: bool = False,
     lowercase: bool = False,
+    extends: bool = False,
 ) -> list[str]:
     """Return the commands from text to a pretrained model; none for standard input, which cannot be read again.
 
-    `tokenizer_path` is the folder of a tokenizer to keep; "": train one of the kind and size of `tokenizer`.
+    `tokenizer_path` is the folder of a tokenizer to keep, or with `extends` to extend by the words of the text; "":
+    train one of the kind and size of `tokenizer`.
     """
     if STDIN_PATH in corpus.paths:
         return []
@@ -55,10 +57,11 @@ def suggest_commands(
     if not tokenizer_path:
         kind = ["--kind", tokenizer.kind, "--vocab-size", str(vocab_size), *["--lowercase"] * lowercase]
         commands.append(["tokenizer", *texts, *kind, *reading, "--output-dir", "tok"])
+    if extends:
+        commands.append(["tokenizer", "--extend", tokenizer_path, *texts, *reading, "--output-dir", "tok"])
+    used = "tok" if extends or not tokenizer_path else tokenizer_path
     dedup = ["--dedup", "near"] if near_dedup else []
-    commands.append(
-        ["prepare", *texts, "--tokenizer", tokenizer_path or "tok", *dedup, *reading, "--output-dir", "shards"]
-    )
+    commands.append(["prepare", *texts, "--tokenizer", used, *dedup, *reading, "--output-dir", "shards"])
     lines = [shlex.join([*program(), *words]) for words in commands]
     return lines + pretrain_commands(tokenizer, models, row_length)
 

@@ -57,6 +57,7 @@ from firth.tokens.train import (
 
 MAX_NEW_TOKENS = 1000  # new tokens at most, by default
 MIN_TOKEN_COUNT = 10  # occurrences of a new token in the text: a rarer one is hardly trained (Gowda and May 2020)
+MIN_SMALL_TEXT_COUNT = 2  # the same in a small text: below 1 MB the minimum falls with the size
 MAX_SEARCHED_WORDS = 300_000  # distinct words of the text that are searched for new tokens, the most frequent
 MAX_SEARCHED_WORD_CHARS = 64  # characters: a longer word is a code or an address
 COUNT_MEMORY_PER_TEXT_BYTE = 20  # bytes of memory, as for a vocabulary of words (`train.py`)
@@ -154,6 +155,15 @@ def old_piece_ids(old: Tokenizer, new: Tokenizer) -> dict[int, tuple[int, ...]]:
 
     ids = new.backend.get_vocab(with_added_tokens=True)
     return {i: expand(token) for token, i in sorted(ids.items(), key=lambda item: item[1]) if token not in known}
+
+
+def default_min_count(text_bytes: int) -> int:
+    """Return how often a new token must occur in a text: 10 times per megabyte, from 2 to 10.
+
+    >>> [default_min_count(size) for size in (10_000, 500_000, 1_000_000, 10**9)]
+    [2, 5, 10, 10]
+    """
+    return min(max(MIN_TOKEN_COUNT * text_bytes // 1_000_000, MIN_SMALL_TEXT_COUNT), MIN_TOKEN_COUNT)
 
 
 # --- which tokenizers, which words ----------------------------------------------------------------------------------
