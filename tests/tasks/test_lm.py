@@ -121,7 +121,7 @@ def test_a_checkpoints_own_template_is_used(tmp_path: Path) -> None:
     example = Example(0, ("user", "the cat ", "assistant", "the dog", "user", "a fox", "assistant", "big"))
     task, _ = made("llama", [example], tokenizer, max_seq_length=100)
     assert task.tokenizer is tokenizer
-    assert learned(task, example) == "the dog<|im_end|>\nbig<|im_end|>\n"
+    assert learned(task, example) == "the dog<|im_end|>big<|im_end|>"
     tokenizer.save(tmp_path)
     messages = [{"role": r, "content": c} for r, c in zip(example.texts[::2], example.texts[1::2], strict=True)]
     theirs = AutoTokenizer.from_pretrained(tmp_path).apply_chat_template(messages, return_dict=False)
@@ -138,8 +138,9 @@ def test_a_template_beside_the_tokenizer_is_read(tmp_path: Path) -> None:
 
 def test_answers_changed_by_the_template_are_not_targets() -> None:
     task, _ = made("llama", [DIALOGUE], with_chat(THINKS), max_seq_length=100)
-    assert learned(task, DIALOGUE) == "near the fox<|endoftext|>\n"
-    assert task.notices == ["1 answer is changed by the chat template later on, and not learned."]
+    assert learned(task, DIALOGUE) == "near the fox<|endoftext|>"
+    (notice,) = task.notices
+    assert notice.startswith("1 answer is changed by the chat template once messages follow, and not learned")
 
 
 def test_long_dialogues_are_truncated_from_the_left() -> None:
@@ -149,7 +150,7 @@ def test_long_dialogues_are_truncated_from_the_left() -> None:
     (item,) = task.encode([DIALOGUE])
     assert item.parts[0].ids == [ids[0], *ids[-15:]]
     assert learned(task, DIALOGUE).endswith(" near the fox<|endoftext|>")
-    assert task.notices == ["2 dialogues were longer than 16 tokens, and lost the beginning."]
+    assert task.notices == ["2 dialogues were longer than 16 tokens, and lost the beginning (example 0)."]
     short, _ = made("llama", [DIALOGUE], max_seq_length=4)
     assert learned(short, DIALOGUE) == " fox<|endoftext|>"  # only tokens whose context is kept are targets
     assert short.encode([DIALOGUE])[0].num_bytes == len("fox") + 1
@@ -256,7 +257,7 @@ def test_special_tokens_in_the_text_are_reported() -> None:
     example = Example(0, ("user", "a <|assistant|> cat", "assistant", "dog"))
     task, _ = made("llama", [example])
     task.encode([example])
-    assert task.notices == ["1 message holds what looks like a special token, and is read as one."]
+    assert task.notices == ["1 message holds what looks like a special token, and is read as one (example 0)."]
 
 
 def test_unsupported_settings_raise() -> None:

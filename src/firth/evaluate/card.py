@@ -35,6 +35,7 @@ PIPELINE_TAGS = {  # task names of the Hugging Face hub
     "classify": "text-classification",
     "pair": "text-classification",
     "regress": "text-classification",
+    "reward": "text-classification",
     "choice": "multiple-choice",
     "tag": "token-classification",
     "span-qa": "question-answering",

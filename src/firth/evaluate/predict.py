@@ -170,6 +170,8 @@ class Predictor:
             return self.tag_record(task_input, prediction)
         if name == "regress":
             return {"score": round_score(prediction.prediction)}
+        if name == "reward":
+            return reward_record(prediction.prediction)
         if name == "text-to-text":
             return {"text": prediction.prediction}
         if name == "extract":
@@ -224,6 +226,23 @@ def answer_record(context: str, prediction: Prediction) -> dict[str, Any]:
     start = found["start"] if found else context.find(answer) if answer else -1
     record = {"answer": answer, "start": start, "end": start + len(answer) if start >= 0 else -1}
     return record | ({"probability": round_score(found["probability"])} if found else {})
+
+
+def reward_record(rewards: Sequence[float]) -> dict[str, Any]:
+    """Return the reward of an answer; of two answers both rewards, and the preferred one.
+
+    >>> reward_record([0.5]), reward_record([0.5, 2.0])["preferred"]
+    ({'reward': 0.5}, 'rejected')
+    """
+    if len(rewards) == 1:
+        return {"reward": round_score(rewards[0])}
+    chosen, rejected = rewards
+    return {
+        "reward_chosen": round_score(chosen),
+        "reward_rejected": round_score(rejected),
+        "margin": round_score(chosen - rejected),
+        "preferred": "chosen" if chosen > rejected else "rejected",
+    }
 
 
 def round_score(value: float) -> float:

@@ -12,7 +12,7 @@ from firth.core.console import format_count
 from firth.core.errors import UserError
 from firth.core.parse import parse_json
 from firth.text import Example, RowNotes
-from firth.text.examples import TASK_FORMATS
+from firth.text.examples import TASK_FORMATS, parse_reward_row
 from firth.text.labelled import open_labelled_file, replace_surrogates_in_records, replace_surrogates_in_value
 from firth.text.labelled_row import LabelledRow
 from firth.text.open_text import check_encoding, read_lines
@@ -31,6 +31,7 @@ TEXT_ROLES = {
     "text-to-text": ("source",),
     "extract": ("text",),
     "lm": ("prompt",),
+    "reward": ("prompt", "completion"),
     "embed": ("text", "text_b"),
 }
 PLAIN_TEXT_EXTENSIONS = (".txt", "")
@@ -87,6 +88,10 @@ class InputReader:
             return TaskInput(Example(id, words), {"id": id, "text": texts[0]}, texts[0], spans)
         if self.task == "choice":
             return TaskInput(Example(id, tuple(texts)), {"id": id, "context": texts[0], "choices": list(texts[1:])})
+        if self.task == "reward":
+            prompt, answer = texts
+            own = {"id": id, **dict(zip(TEXT_ROLES["reward"], texts, strict=True))}
+            return TaskInput(Example(id, ("user", prompt), references=(answer,)), own)
         roles = ("text",) if self.task == "regress" and len(texts) == 1 else TEXT_ROLES[self.task]
         if self.task == "classify" and len(texts) == 2:  # a pair, for the head of a published checkpoint
             roles = TEXT_ROLES["pair"]
@@ -100,6 +105,9 @@ class InputReader:
         if self.task in ("tag", "embed", "lm") and isinstance(raw, str):
             self.check_texts([raw], where)
             return self.from_texts([raw], id)
+        if self.task == "reward":  # the answers are the input
+            row = LabelledRow(record, columns, where, number, False, RowNotes(where), "dev")
+            return TaskInput(parse_reward_row(row), {"id": id, **record})
         labels = {columns.get(role, role) for role in LABEL_ROLES}
         inputs = {column: value for column, value in record.items() if column not in labels}
         row = LabelledRow(inputs, columns, where, number, False, RowNotes(where), "dev")

@@ -74,6 +74,12 @@ def format_prediction(task_input: TaskInput, record: Mapping[str, Any]) -> str:
         )
     if "similarity" in record:
         return f"{record['similarity']:.3f}  {shorten(' | '.join(task_input.example.texts), MAX_SHOWN_CHARS)}"
+    if "reward" in record:
+        texts = [*task_input.example.texts[1::2], *task_input.example.references]
+        return f"{record['reward']:.3f}  {shorten(' | '.join(texts), MAX_SHOWN_CHARS)}"
+    if "preferred" in record:
+        rewards = f"{record['preferred']}  {record['reward_chosen']:.3f}  {record['reward_rejected']:.3f}"
+        return f"{rewards}  {shorten(' | '.join(task_input.example.texts[1::2]), MAX_SHOWN_CHARS)}"
     if "score" in record:
         return f"{record['score']:.3f}  {shorten(' | '.join(task_input.example.texts), MAX_SHOWN_CHARS)}"
     probability = f"{100 * record['probability']:5.1f}%" if "probability" in record else ""

@@ -422,6 +422,7 @@ TASK_HEAD_TYPES: dict[str, type[TaskHead]] = {
     "relation": ClassificationHead,
     "word-in-context": ClassificationHead,
     "regress": RegressionHead,
+    "reward": RegressionHead,
     "choice": MultipleChoiceHead,
     "tag": TokenClassificationHead,
     "span-qa": SpanHead,

@@ -42,6 +42,7 @@ class Batch(NamedTuple):
     # `task_labels` by task; a row holds several texts, and each text has a slot of `target_positions`:
     # classify, tag     (B, K) class; -100 in unused slots
     # regress           (B, K) score; NaN in unused slots
+    # reward            (B, K) margin of the answer's pair
     # choice            (B, K) 1 for the right one of its group, 0 for the others
     # embed             (B, K) 0 for the first of its pair, 1 for the second; None: in the order of the rows
     # span-qa           (B, T, 2) 1 where the answer starts and where it ends, else 0; -1 where it cannot; no targets

@@ -1,19 +1,26 @@
 """Chat templates: render a dialogue as text, and find the assistant's answers in it.
 
-A chat template is Jinja source under `chat_template` in tokenizer_config.json, as in `transformers`. It does not mark
-the answers, so they are found by rendering prefixes of the dialogue: an answer spans from the end of the rendering
-before it (with `add_generation_prompt`) to the end of the rendering that includes it.
+A chat template is Jinja source under `chat_template` in tokenizer_config.json, as in `transformers`. Some templates
+mark the answers with {% generation %}. Most do not (Llama, Qwen, Gemma), so that answers are found by rendering
+prefixes of the dialogue: an answer spans from the end of the rendering before it (with `add_generation_prompt`) to the
+end of the rendering that includes it. This needs a prefix-preserving template: the rendering of a longer dialogue
+begins with that of a shorter one.
+
+White space after the end token of an answer belongs to the template, and not to the answer: a model stops at the token.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+import re
+from collections.abc import Iterable, Sequence
 from datetime import datetime
+from functools import cached_property
 from typing import Any, NamedTuple
 
 from firth.core.errors import UserError, list_names, quote, reason, shorten
 from firth.models import ModelConfig, make_sequence_template
+from firth.text.labelled_row import MAX_LISTED_ROWS
 from firth.tokens import Tokenizer
 
 CHAT_TEMPLATE_KEY = "chat_template"  # in tokenizer_config.json
@@ -46,14 +53,16 @@ def role_token(role: str) -> str:
 def build_chat_template(tokenizer: Tokenizer, config: ModelConfig) -> str:
     """Return Jinja source that writes each message behind its role token, with the model's prefix before the first.
 
-    For a decoder, the end token follows every answer. For an encoder-decoder, the messages are one encoder input that
-    ends with the end token; the decoder writes the answer.
+    For a decoder, the end token follows every answer. For an encoder, and for the encoder of an encoder-decoder (whose
+    decoder writes the answer), all messages are one input that ends with the end token.
     """
     template = make_sequence_template(config, tokenizer.vocab)
-    *prefix_tokens, end = (str(tokenizer.backend.id_to_token(i)) for i in (*template.prefix_ids, template.eos_id))
-    prefix = "".join(prefix_tokens)
-    if config.architecture == "encoder-decoder":
-        return f"{prefix}{{% for message in messages %}}{MESSAGE_TEMPLATE}{{% endfor %}}{end}"
+    prefix, suffix, end = (
+        "".join(str(tokenizer.backend.id_to_token(i)) for i in ids)
+        for ids in (template.prefix_ids, template.suffix_ids, (template.eos_id,))
+    )
+    if config.architecture != "decoder":
+        return f"{prefix}{{% for message in messages %}}{MESSAGE_TEMPLATE}{{% endfor %}}{suffix}"
     ended = f"{{% if message['role'] == '{ASSISTANT_ROLE}' %}}{end}{{% endif %}}"
     prompt = f"{{% if add_generation_prompt %}}{role_token(ASSISTANT_ROLE)}{{% endif %}}"
     return f"{prefix}{{% for message in messages %}}{MESSAGE_TEMPLATE}{ended}{{% endfor %}}{prompt}"
@@ -77,10 +86,17 @@ class ChatTemplate:
 
     def render(self, messages: ChatMessages, add_generation_prompt: bool = False, example_id: Any = "") -> str:
         """Return the text; `add_generation_prompt` appends the tokens that begin an answer."""
+        return self.render_marked(messages, add_generation_prompt, example_id)[0]
+
+    def render_marked(
+        self, messages: ChatMessages, add_generation_prompt: bool = False, example_id: Any = ""
+    ) -> tuple[str, list[tuple[int, int]]]:
+        """Return the text and the spans that the template marks with {% generation %}."""
         chat = [{"role": role, "content": content} for role, content in messages]
         variables = {"messages": chat, "add_generation_prompt": add_generation_prompt, "tools": None, "documents": None}
         try:
-            return str(self.template.render(**variables, **self.special_tokens))
+            text, marked = self.template.render_marked(**variables, **self.special_tokens)
+            return str(text), marked
         except Exception as e:  # a template may raise any: ZeroDivisionError, KeyError, RecursionError, MemoryError
             where = f"Example {shorten(example_id)}: this" if example_id != "" else "This"
             raise UserError(f"{where} checkpoint's chat template refuses the messages ({describe(e)}).") from None
@@ -104,30 +120,62 @@ class ChatTemplate:
         """Return the text of a dialogue up to its last answer, and the spans of its answers.
 
         A template may change an answer once later messages follow; some remove the reasoning of earlier answers. An
-        answer that is changed in this way has no span.
+        answer that is changed in this way has no span, unless the template marks it.
         """
         last = max(i for i, (role, _) in enumerate(messages) if role == ASSISTANT_ROLE)
-        text, spans = self.render(messages[: last + 1], example_id=example_id), []
-        for i, (role, content) in enumerate(messages[: last + 1]):
-            if role != ASSISTANT_ROLE:
-                continue
+        text, marked = self.render_marked(messages[: last + 1], example_id=example_id)
+        contents = {i: content for i, (role, content) in enumerate(messages[: last + 1]) if role == ASSISTANT_ROLE}
+        if marked:
+            known = contents.values() if len(marked) == len(contents) else [""] * len(marked)
+            return text, [self.make_span(text, content, *span) for span, content in zip(marked, known, strict=True)]
+        spans = []
+        for i, content in contents.items():
             before = self.render(messages[:i], True, example_id)
             after = self.render(messages[: i + 1], example_id=example_id)
             if after.startswith(before) and text.startswith(after):
-                start, end = len(before), len(after)
-                spans.append(AssistantSpan(start, end, locate_content(text, content, start, end)))
-        if not spans or spans[-1].end != len(text):
+                spans.append(self.make_span(text, content, len(before), len(after)))
+        if not (after.startswith(before) and text == after):
             raise UserError(
-                f"Example {shorten(example_id)}: the chat template of this checkpoint does not begin its last answer "
-                "with its generation prompt (add_generation_prompt), so the answer cannot be located. Change "
-                "chat_template in tokenizer_config.json."
+                f"Example {shorten(example_id)}: the chat template of this checkpoint is not prefix-preserving: with "
+                "its last answer, the dialogue does not begin with the text before the answer and its generation "
+                "prompt (add_generation_prompt), so the answer cannot be located. Mark answers by {% generation %} ... "
+                "{% endgeneration %} in chat_template of tokenizer_config.json, or change it."
             )
         return text, spans
+
+    def make_span(self, text: str, content: str, start: int, end: int) -> AssistantSpan:
+        """Return the span of an answer without the white space after its end token."""
+        *_, last_end = (start, *(start + match.end() for match in self.special_pattern.finditer(text[start:end])))
+        if last_end > start and text[last_end:end].isspace():
+            end = last_end
+        return AssistantSpan(start, end, locate_content(text, content, start, end))
+
+    @cached_property
+    def special_pattern(self) -> re.Pattern[str]:
+        """Pattern that matches the text of any special token."""
+        names = (str(self.tokenizer.backend.id_to_token(i)) for i in self.tokenizer.vocab.special_ids)
+        return re.compile("|".join(map(re.escape, names)))
+
+
+def list_rows(rows: Iterable[tuple[str, Any]]) -> str:
+    """Return files and ids of examples, the first of each file.
+
+    >>> list_rows([("a.jsonl", 3), ("a.jsonl", 3), ("b.jsonl", "x")]), list_rows([("", i) for i in range(9)])
+    ('a.jsonl: example 3; b.jsonl: example x', 'example 0, 1, 2, ...')
+    """
+    by_file: dict[str, dict[Any, None]] = {}
+    for file, example_id in rows:
+        by_file.setdefault(file, {})[example_id] = None
+    listed = []
+    for file, ids in by_file.items():
+        first = ", ".join(shorten(i) for i in list(ids)[:MAX_LISTED_ROWS])
+        listed.append(f"{file}: " * bool(file) + f"example {first}" + ", ..." * (len(ids) > MAX_LISTED_ROWS))
+    return "; ".join(listed)
 
 
 def locate_content(text: str, content: str, start: int, end: int) -> tuple[int, int]:
     """Return the span of an answer's content; the span of the answer if the template has changed the content."""
-    at = text.find(content.strip(), start, end)
+    at = text.find(content.strip(), start, end) if content else -1
     return (start, end) if at < 0 else (at, at + len(content.strip()))
 
 

@@ -42,6 +42,8 @@ class RenderBudget:
     def __init__(self, static_chars: int) -> None:
         self.static_chars = static_chars
         self.num_operations, self.num_chars = 0, 0
+        self.pieces: list[str] = []  # the text so far
+        self.marked: list[tuple[int, str]] = []  # start and text of each {% generation %} block
         self.deadline = time.monotonic() + MAX_SECONDS
 
     def spend(self, num_chars: int = 0) -> None:
@@ -146,14 +148,19 @@ class LimitNodes(NodeTransformer):
 
 
 class Generation(Extension):
-    """Render the body of {% generation %}; `transformers` uses the tag to mark answers."""
+    """{% generation %} marks an answer, as in `transformers`: its body is rendered, and its characters are noted."""
 
     tags = {"generation"}  # noqa: RUF012, Jinja reads it from the class
 
     def parse(self, parser: Any) -> Any:
         line = next(parser.stream).lineno
         body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
-        return nodes.Scope(body, lineno=line)
+        return nodes.CallBlock(self.call_method("mark"), [], [], body, lineno=line)
+
+    def mark(self, caller: Any) -> str:
+        budget, text = BUDGET.get(), str(caller())
+        budget.marked.append((sum(map(len, budget.pieces)), text))
+        return text
 
 
 @pass_context  # so that Jinja writes no constants at compile time, before there is a budget
@@ -236,13 +243,22 @@ class LimitedTemplate:
         self.template = sandbox.template_class.from_code(sandbox, sandbox.compile(tree), sandbox.make_globals(None))
 
     def render(self, **variables: Any) -> str:
+        return self.render_marked(**variables)[0]
+
+    def render_marked(self, **variables: Any) -> tuple[str, list[tuple[int, int]]]:
+        """Return the text and the spans of its {% generation %} blocks.
+
+        A block inside of a macro or of {% set %} is written later than it is rendered: then there are no spans.
+        """
         budget = RenderBudget(self.static_chars)
         token = BUDGET.set(budget)
         try:
-            pieces = []
             for piece in self.template.root_render_func(self.template.new_context(variables)):
                 budget.spend()
-                pieces.append(piece)
-            return "".join(pieces)
+                budget.pieces.append(piece)
+            text = "".join(budget.pieces)
+            spans = [(start, start + len(marked)) for start, marked in budget.marked]
+            is_exact = all(text[start:end] == own for (start, end), (_, own) in zip(spans, budget.marked, strict=True))
+            return text, spans if is_exact else []
         finally:
             BUDGET.reset(token)

@@ -79,8 +79,12 @@ def write_data_notes(folder: Path, notes: Sequence[RowNotes]) -> None:
 
 def warn_about_overlap(train: Sequence[Example], dev: Sequence[Example], recipe: FinetuneRecipe) -> None:
     """Warn if the texts of dev examples are also training examples: their score measures memory."""
-    known = {(e.texts, e.spans) for e in train}
-    repeated = [e for e in dev if (e.texts, e.spans) in known]
+
+    def key(e: Example) -> Any:
+        return e.texts, e.spans, e.references if recipe.task in ("preference", "reward") else ()  # other answers: new
+
+    known = set(map(key, train))
+    repeated = [e for e in dev if key(e) in known]
     if not repeated or recipe.dev == PYDOCS_NAME:  # fewer than 1% of the built-in examples, which nobody can edit
         return
     count, share = f"{len(repeated):,} of {format_count(len(dev), 'example')}", len(repeated) / len(dev)

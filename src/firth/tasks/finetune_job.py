@@ -14,14 +14,18 @@ from typing import Any
 
 import numpy as np
 
+from firth.core.errors import UserError
 from firth.core.hashing import hash_uint64
 from firth.models import Model, ModelConfig
 from firth.objectives import Batch
 from firth.tasks.finetune_data import FinetuneData, select_train_examples
+from firth.tasks.lm import LanguageModelingTask
 from firth.tasks.multitask import make_mixed_sampler
 from firth.tasks.recipe import FinetuneRecipe
+from firth.tasks.reward import RewardTask
 from firth.tasks.shape_buckets import MAX_TRIAL_BATCHES, ShapeBuckets, fit_shape_buckets
 from firth.tasks.task import Prediction, Task
+from firth.text import Example
 from firth.tokens.permutation import permute_indices
 from firth.train import ComputeConfig
 from firth.train.distributed import SINGLE_PROCESS, select_device
@@ -63,13 +67,24 @@ def encode_finetune_data(
     """Encode the training examples that any seed uses, and all dev examples."""
     chosen = [select_train_examples(data.train, recipe, seed) for seed in range(recipe.seeds)]
     used = sorted({i for indices in chosen for i in indices})
-    items = dict(zip(used, task.encode([data.train[i] for i in used]), strict=True))
+    items = dict(zip(used, encode_file(task, [data.train[i] for i in used], recipe.train), strict=True))
     shapes = (
         sample_shape_buckets(recipe, task, [items[i] for i in chosen[0]])
         if compute.compile or compute.cuda_graphs
         else None
     )
-    return FinetuneJob(recipe, task, data, chosen, items, task.encode(data.dev), compute, folder, shapes)
+    dev = encode_file(task, data.dev, recipe.dev)
+    return FinetuneJob(recipe, task, data, chosen, items, dev, compute, folder, shapes)
+
+
+def encode_file(task: Task, examples: Sequence[Example], file: str) -> Sequence[Any]:
+    """Encode the examples of a file, which errors and notices name."""
+    if isinstance(task, LanguageModelingTask | RewardTask):
+        task.file = file
+    try:
+        return task.encode(examples)
+    except UserError as e:
+        raise UserError(f"{file}: {e}") from None
 
 
 def sample_shape_buckets(recipe: FinetuneRecipe, task: Task, items: Sequence[Any]) -> ShapeBuckets:

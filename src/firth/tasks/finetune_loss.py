@@ -11,6 +11,7 @@ from firth.core.files import write_json
 from firth.models import Model
 from firth.tasks.finetune_job import FinetuneJob, make_finetune_batch_fn
 from firth.tasks.preference import PreferenceLoss, PreferenceTask, checksum_answers, list_answers, with_references
+from firth.tasks.reward import RewardLoss, RewardTask
 from firth.tasks.seed_model import build_seed_model
 from firth.train.resume import read_results
 from firth.train.step_runner import LossFn
@@ -60,6 +61,8 @@ def make_loss_fn(
 ) -> tuple[LossFn | None, Callable[[int], None] | None]:
     """Return the loss of a task that has its own, and what it does before each step; None for `Model.losses`."""
     task = job.task
+    if isinstance(task, RewardTask):
+        return RewardLoss(model, job.recipe.center_rewards_coefficient), None
     if not isinstance(task, PreferenceTask):
         return None, None
     loss = PreferenceLoss(model, task.preference, job.compute.device)

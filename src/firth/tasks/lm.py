@@ -16,7 +16,6 @@ Shapes: A target tokens of a batch, P parts (sequences) of its items.
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -30,7 +29,7 @@ from firth.core.errors import UserError, shorten
 from firth.metrics import compute_metrics
 from firth.models import Model, ModelConfig, head_for_task, make_sequence_template
 from firth.objectives import Batch
-from firth.tasks.chat import ASSISTANT_ROLE, AssistantSpan, ChatMessages, ChatTemplate, add_chat_template
+from firth.tasks.chat import ASSISTANT_ROLE, AssistantSpan, ChatMessages, ChatTemplate, add_chat_template, list_rows
 from firth.tasks.seq2seq_batch import (
     DecoderExample,
     PackedAnswers,
@@ -47,6 +46,7 @@ from firth.train import ComputeConfig
 
 PLAIN_TEXT_ROLE = "text"  # role of a plain text: every token is a target
 IdentifiedDialogue = tuple[str | int, ChatMessages]  # id of an example and its messages
+Row = tuple[str, str | int]  # file and id of an example
 
 
 class DialogueTurn(NamedTuple):
@@ -95,7 +95,8 @@ class LanguageModelingTask:
         self.max_length = min(answer_config.max_seq_length, config.max_length or answer_config.max_seq_length)
         self.answer_tokenizer = TruncatingTokenizer(tokenizer, config, answer_config.max_target_length)
         self.answer_config = answer_config
-        self.num_truncated = self.num_special_lookalikes = self.num_changed_answers = 0
+        self.file = ""  # whose examples are encoded, for messages
+        self.truncated, self.changed, self.lookalikes = list[Row](), list[Row](), list[Row]()
         if self.max_length < len(self.template.prefix_ids) + 2:
             raise UserError(f"max_seq_length={self.max_length} is too short for a text: choose a longer one.")
 
@@ -106,15 +107,22 @@ class LanguageModelingTask:
     @property
     def notices(self) -> list[str]:
         notices = []
-        if self.num_truncated:
-            count = format_count(self.num_truncated, "dialogue was", "dialogues were")
-            notices.append(f"{count} longer than {self.max_length} tokens, and lost the beginning.")
-        if self.num_special_lookalikes:
-            count = format_count(self.num_special_lookalikes, "message holds", "messages hold")
-            notices.append(f"{count} what looks like a special token, and is read as one.")
-        if self.num_changed_answers:
-            count = format_count(self.num_changed_answers, "answer is", "answers are")
-            notices.append(f"{count} changed by the chat template later on, and not learned.")
+        if self.truncated:
+            count = format_count(len(self.truncated), "dialogue was", "dialogues were")
+            notices.append(
+                f"{count} longer than {self.max_length} tokens, and lost the beginning ({list_rows(self.truncated)})."
+            )
+        if self.lookalikes:
+            count = format_count(len(self.lookalikes), "message holds", "messages hold")
+            notices.append(
+                f"{count} what looks like a special token, and is read as one ({list_rows(self.lookalikes)})."
+            )
+        if self.changed:
+            count = format_count(len(self.changed), "answer is", "answers are")
+            notices.append(
+                f"{count} changed by the chat template once messages follow, and not learned: the template is not "
+                f"prefix-preserving ({list_rows(self.changed)})."
+            )
         return [*notices, *self.answer_tokenizer.truncation_notices("answer")]
 
     def configure_model(self, config: ModelConfig) -> ModelConfig:
@@ -147,16 +155,12 @@ class LanguageModelingTask:
         """Return role and text of each message; refuse a dialogue without an answer."""
         messages = list(zip(example.texts[::2], example.texts[1::2], strict=True))
         self.chat_template.validate_messages(messages, example.id)
-        self.num_special_lookalikes += sum(
-            self.special_token_pattern.search(content) is not None for _, content in messages
-        )
+        self.lookalikes += [
+            (self.file, example.id)
+            for _, content in messages
+            if self.chat_template.special_pattern.search(content) is not None
+        ]
         return messages
-
-    @cached_property
-    def special_token_pattern(self) -> re.Pattern[str]:
-        """Pattern that matches the text of any special token."""
-        names = (str(self.tokenizer.backend.id_to_token(i)) for i in self.tokenizer.vocab.special_ids)
-        return re.compile("|".join(map(re.escape, names)))
 
     def encode_plain_text(self, example: Example, ids: list[int]) -> EncodedDialogue:
         """Split a text into pieces of up to `max_length` tokens; the last piece ends with the end token."""
@@ -176,14 +180,16 @@ class LanguageModelingTask:
     def encode_dialogues(self, dialogues: Sequence[IdentifiedDialogue]) -> Iterator[EncodedDialogue]:
         """Encode each dialogue as one sequence whose targets are the answers."""
         rendered = [self.chat_template.render_with_answers(messages, example_id) for example_id, messages in dialogues]
-        for (_, messages), (_, answer_spans) in zip(dialogues, rendered, strict=True):
-            self.num_changed_answers += len(answer_indices(messages)) - len(answer_spans)
+        for (example_id, messages), (_, answer_spans) in zip(dialogues, rendered, strict=True):
+            self.changed += [(self.file, example_id)] * (len(answer_indices(messages)) - len(answer_spans))
         with tokenizer_errors():
             encodings = self.tokenizer.backend.encode_batch([text for text, _ in rendered], add_special_tokens=False)
-        for (text, answer_spans), encoding in zip(rendered, encodings, strict=True):
-            yield self.encode_rendered(text, answer_spans, encoding)
+        for (example_id, _), (text, answer_spans), encoding in zip(dialogues, rendered, encodings, strict=True):
+            yield self.encode_rendered(text, answer_spans, encoding, example_id)
 
-    def encode_rendered(self, text: str, answer_spans: Sequence[AssistantSpan], encoding: Encoding) -> EncodedDialogue:
+    def encode_rendered(
+        self, text: str, answer_spans: Sequence[AssistantSpan], encoding: Encoding, example_id: str | int
+    ) -> EncodedDialogue:
         """Map the answers' characters to target positions, and truncate on the left behind the prefix."""
         starts, ends = np.array(encoding.offsets, np.int64).reshape(-1, 2).T
         is_target, is_content = np.zeros((2, len(starts)), bool)
@@ -194,7 +200,7 @@ class LanguageModelingTask:
         ids, prefix = list(encoding.ids), list(self.template.prefix_ids)
         num_prefix = len(prefix) if ids[: len(prefix)] == prefix else 0
         num_lost = max(0, len(ids) - self.max_length)
-        self.num_truncated += num_lost > 0
+        self.truncated += [(self.file, example_id)] * (num_lost > 0)
         positions = np.flatnonzero(is_target[1:])  # position t predicts token t + 1
         if num_lost:
             ids = [*ids[:num_prefix], *ids[num_prefix + num_lost :]]
@@ -221,19 +227,21 @@ class LanguageModelingTask:
         prompt_ids = iter(self.tokenizer.encode_batch(prompts, parse_special=True))
         answer_ids = iter(self.answer_tokenizer.encode_texts(text for texts in answers for text in texts))
         num_prefix = len(self.answer_tokenizer.prefix_ids)
-        for texts in answers:
-            parts = tuple(DialogueTurn(self.truncate_left(next(prompt_ids)), next(answer_ids)) for _ in texts)
+        for (example_id, _), texts in zip(dialogues, answers, strict=True):
+            parts = tuple(
+                DialogueTurn(self.truncate_left(next(prompt_ids), example_id), next(answer_ids)) for _ in texts
+            )
             num_bytes = sum(self.count_answer_bytes(p.answer_ids, text) for p, text in zip(parts, texts, strict=True))
             scored = [[False] * num_prefix + [True] * (len(p.answer_ids) - num_prefix - 1) + [False] for p in parts]
             yield EncodedDialogue(parts, np.concatenate(scored), num_bytes)
 
-    def truncate_left(self, ids: list[int]) -> list[int]:
+    def truncate_left(self, ids: list[int], example_id: str | int) -> list[int]:
         """Add the end token, and drop tokens behind the prefix until `max_length` are left."""
         prefix, end = list(self.template.prefix_ids), self.template.eos_id
         ids = ids if ids[-1:] == [end] else [*ids, end]
         num_prefix = len(prefix) if ids[: len(prefix)] == prefix else 0
         num_lost = max(0, len(ids) - self.max_length)
-        self.num_truncated += num_lost > 0
+        self.truncated += [(self.file, example_id)] * (num_lost > 0)
         return [*ids[:num_prefix], *ids[num_prefix + num_lost :]]
 
     def count_answer_bytes(self, answer_ids: list[int], text: str) -> int:

@@ -154,7 +154,7 @@ class PreferenceTask(LanguageModelingTask):
         rendered = [self.chat_template.render_with_answers(messages, example_id) for example_id, messages in dialogues]
         encodings = self.tokenizer.backend.encode_batch([text for text, _ in rendered], add_special_tokens=False)
         for (example_id, _), (text, spans), encoding in zip(dialogues, rendered, encodings, strict=True):
-            (sequence,) = self.encode_rendered(text, spans[-1:], encoding).parts
+            (sequence,) = self.encode_rendered(text, spans[-1:], encoding, example_id).parts
             assert isinstance(sequence, DecoderExample)
             if not len(sequence.target_positions):
                 raise UserError(

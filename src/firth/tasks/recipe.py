@@ -58,7 +58,7 @@ def read_task_file(checkpoint: Path) -> dict[str, Any]:
 SIDES = ("train", "dev")
 FINETUNE_TASKS = (
     *("classify", "pair", "relation", "word-in-context", "regress", "choice", "tag", "span-qa"),
-    *("text-to-text", "extract", "lm", "preference", "embed"),
+    *("text-to-text", "extract", "lm", "preference", "reward", "embed"),
 )
 PREFERENCE_FIELDS = ("preference_loss", "beta", "label_smoothing", "simpo_gamma")
 MULTITASK = "multi-task"  # the task of a recipe with several
@@ -83,7 +83,7 @@ class FinetuneRecipe(TrainingConfig):
     task: str = recipe_field(
         "classify",
         "classify, pair, regress, choice, tag, relation, span-qa, word-in-context, text-to-text, extract, lm, "
-        "preference or embed.",
+        "preference, reward or embed.",
     )
     train: str = recipe_field("", "Train on this labelled file (.jsonl, .tsv, .csv), or pydocs.")
     dev: str = recipe_field("", "Evaluate on this labelled file, or pydocs.")
@@ -236,6 +236,11 @@ class FinetuneRecipe(TrainingConfig):
         0.0, "preference: with dpo or simpo, take this share of the pairs to be labelled wrongly; 0: none."
     )
     simpo_gamma: float = recipe_field(1.0, "preference: with simpo, the margin that a chosen answer must have.")
+    center_rewards_coefficient: float = recipe_field(
+        0.0,
+        "reward: add this times the squared sum of a pair's rewards to the loss, which keeps rewards around 0; 0.01 is "
+        "usual, 0 disables it.",
+    )
     lora_rank: int = recipe_field(
         0,
         "LoRA: freeze the weights, train a low-rank update of this rank for each, and the head. 8 is usual, with a ten "
@@ -323,6 +328,12 @@ class FinetuneRecipe(TrainingConfig):
             for name in PREFERENCE_FIELDS:
                 if getattr(self, name) != getattr(FinetuneRecipe, name):
                     raise UserError(f"{name} is for the task preference, not for {self.task}.")
+        if self.center_rewards_coefficient and self.task != "reward":
+            raise UserError(f"center_rewards_coefficient is for the task reward, not for {self.task}.")
+        if not 0 <= self.center_rewards_coefficient < math.inf:
+            raise UserError(f"center_rewards_coefficient is {self.center_rewards_coefficient}; it must be at least 0.")
+        if self.task in ("preference", "reward") and self.engine.weights == "bf16":
+            raise UserError(f"engine.weights=bf16 has no loss for the task {self.task}: leave it out, and take --bf16.")
         if self.task == "embed" and self.per_device_train_batch_size < 2:
             raise UserError("embed contrasts the texts of a batch: set per_device_train_batch_size to 2 or more.")
         if self.unfreeze_every and self.freeze == "backbone":

@@ -23,6 +23,7 @@ from firth.tasks.preference import DEFAULT_BETA, DEFAULT_BETAS, PreferenceConfig
 from firth.tasks.recipe import FINETUNE_TASKS, PREFERENCE_FIELDS
 from firth.tasks.regress import RegressionTask
 from firth.tasks.relation import RelationTask, WordInContextTask
+from firth.tasks.reward import DEFAULT_ROLES, RewardTask
 from firth.tasks.span_qa import DEFAULT_NO_ANSWER_THRESHOLD, SpanQATask
 from firth.tasks.tag import TaggingTask
 from firth.tasks.task import Task
@@ -74,6 +75,10 @@ def make_task(
         return LanguageModelingTask(tokenizer, config, writing, facts.get("roles", ()))
     if name == "preference":
         return PreferenceTask(tokenizer, config, writing, facts.get("roles", ()), make_preference_config(facts))
+    if name == "reward":
+        return RewardTask(
+            tokenizer, config, writing, facts.get("roles", () if facts.get("is_inferred") else DEFAULT_ROLES)
+        )
     if name == "embed":
         return EmbeddingTask(tokenizer, config, length)
     labels = tuple(facts.get("labels", ()))
@@ -122,7 +127,7 @@ def infer_task_metadata(name: str, examples: Sequence[Example], config: ModelCon
         facts["texts"] = max(len(e.texts) for e in examples)
         if resolve_answer_mode(name, config, answer) == "text":
             facts["labels"] = round_regression_labels([float(e.target) for e in examples])
-    if name in ("lm", "preference"):
+    if name in ("lm", "preference", "reward"):
         facts["roles"] = collect_roles(examples)
     if name == "preference":
         facts |= {field: getattr(recipe, field) for field in PREFERENCE_FIELDS}

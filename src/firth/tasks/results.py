@@ -70,6 +70,7 @@ FIXED_TASK_METRICS = {  # tasks whose metrics do not depend on the examples
     "text-to-text": ("chrf", "bleu", "rouge_1", "rouge_2", "rouge_l", "rouge_lsum", "exact_match", "answer_match"),
     "lm": (*LOWER_IS_BETTER_METRICS, "token_accuracy"),
     "preference": ("accuracy", "margin", "reward_chosen", "reward_rejected"),
+    "reward": ("accuracy", "margin", "reward_chosen", "reward_rejected"),
 }
 
 
@@ -258,7 +259,7 @@ def chance_score(task: Task, metric: str, train: Sequence[Example], dev: Sequenc
     """
     if task.name == "lm":
         return None
-    if task.name == "preference":
+    if task.name in ("preference", "reward"):
         return 0.5 if metric == "accuracy" else None
     if isinstance(task, MultiTask):
         return multitask_chance_score(task, metric, train, dev)
@@ -480,6 +481,10 @@ def additive_task_score(
     if name == "preference" and metric == "accuracy":
         return make_additive_score(
             "choice", metric, [is_preferred(answers) for answers in predictions], [True] * len(true)
+        )
+    if name == "reward" and metric == "accuracy":
+        return make_additive_score(
+            "choice", metric, [chosen > rejected for chosen, rejected in predictions], [True] * len(true)
         )
     return make_additive_score(name, metric, predictions, true)
 

@@ -13,6 +13,7 @@ from firth.core.console import format_count, quiet, run_series, say, warn
 from firth.models import Model
 from firth.objectives import Batch
 from firth.tasks.finetune_job import FinetuneJob, make_finetune_batch_fn
+from firth.tasks.finetune_loss import make_loss_fn
 from firth.tasks.rate_trial import (
     RATE_TRIAL_FILE,
     RateTrial,
@@ -29,7 +30,7 @@ from firth.tasks.seed_model import build_seed_model
 from firth.tasks.shape_buckets import ShapeCountingBatches
 from firth.train import ComputeConfig, Diverged, TrainingRun, fit
 from firth.train.step import build_step_runner
-from firth.train.step_runner import sum_of_means
+from firth.train.step_runner import LossFn, sum_of_means
 
 
 def choose_learning_rate(job: FinetuneJob) -> FinetuneRecipe:
@@ -84,9 +85,10 @@ def try_rates(job: FinetuneJob, trial: RateTrial, file: Path) -> RateTrial:
     starts = range(0, len(held_out) - size + 1, size)
     held_out_batches = [job.task.collate([items[i] for i in held_out[start : start + size]]) for start in starts]
     measured: list[float] = []
+    loss_fn, _ = make_loss_fn(job, model, train_items)
 
     def evaluate(model: Model) -> dict[str, float]:
-        measured[:] = measure_batch_losses(model, held_out_batches, job.compute)
+        measured[:] = measure_batch_losses(model, held_out_batches, job.compute, loss_fn or model.losses)
         return {}
 
     runner, began, earlier_seconds = None, time.monotonic(), trial.seconds
@@ -101,6 +103,7 @@ def try_rates(job: FinetuneJob, trial: RateTrial, file: Path) -> RateTrial:
                 evaluate,
                 None,
                 f"learning rate {rate:g}",
+                loss_fn=loss_fn,
                 freeze_schedule=recipe.freeze_schedule(len(items)),
                 runner=runner,
             )
@@ -118,11 +121,13 @@ def try_rates(job: FinetuneJob, trial: RateTrial, file: Path) -> RateTrial:
 
 
 @torch.no_grad()
-def measure_batch_losses(model: Model, batches: Sequence[Batch], compute: ComputeConfig) -> list[float]:
+def measure_batch_losses(
+    model: Model, batches: Sequence[Batch], compute: ComputeConfig, loss_fn: LossFn
+) -> list[float]:
     """Return the mean loss of each batch, without dropout."""
     model.eval()
     losses = []
     for batch in batches:
         with compute.autocast():
-            losses.append(sum_of_means(model.losses(batch.to(compute.device)), batch.loss_counts))
+            losses.append(sum_of_means(loss_fn(batch.to(compute.device)), batch.loss_counts))
     return torch.stack(losses).tolist()

@@ -46,6 +46,7 @@ class Example(NamedTuple):
     | extract         | text                   | a JSON object, as text                  |                             |
     | lm              | role, text, role, text | None                                    |                             |
     | preference      | role, text, role, text | None; of one answer: whether it is good | chosen, rejected, or one    |
+    | reward          | role, text, role, text | the margin, 0 without one; None         | chosen, rejected, or one    |
     | embed           | text_a, text_b         | a float, or None without scores         |                             |
     | minimal-pairs   | good, bad              | None                                    | the phenomenon              |
     | cloze           | context                | text                                    |                             |

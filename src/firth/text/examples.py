@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable
-from typing import NamedTuple
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
 
 from firth.core.console import format_count
-from firth.core.errors import UserError, quote
+from firth.core.errors import UserError, list_names, quote
 from firth.core.parse import parse_json
 from firth.text.documents import Example
 from firth.text.formats.squad import parse_span_qa_row
@@ -171,7 +171,14 @@ def parse_lm_row(row: LabelledRow) -> Example:
     if form == "messages" and not row.is_column_renamed(form):
         get_column_value(row.record, "text", form, row.where, ", nor 'prompt' and 'response', nor 'text'")
     if form == "messages":
-        return row.make_example(tuple(part for message in parse_messages(row) for part in message))
+        messages = parse_messages(row)
+        check_role_order(row, form, messages)
+        roles = dict.fromkeys(role for role, _ in messages)
+        if row.require_labels and "assistant" not in roles:
+            raise row.column_error(
+                form, f"has no message of the assistant: there is nothing to learn. Its roles are {list_names(roles)}"
+            )
+        return row.make_example(tuple(part for message in messages for part in message))
     if form == "prompt":
         answer = row.first_available_role("response", "completion")
         return row.make_example(("user", row.text("prompt"), "assistant", row.text(answer)))
@@ -184,10 +191,30 @@ def parse_messages(row: LabelledRow, column: str = "messages") -> list[tuple[str
         role, content = (message.get("role"), message.get("content")) if isinstance(message, dict) else (None, None)
         if not isinstance(role, str) or not isinstance(content, str) or not role:
             raise row.column_error(column, f"has no text for the role and the content of message {i}")
-        messages.append((role, row.require_nonempty(column, content)))
+        if not content.strip():
+            raise row.column_error(
+                column, f"has an empty message {i}, of {quote(role)}. Fill it in, or delete the line"
+            )
+        messages.append((role, content))
     if not messages:
         raise row.column_error(column, "has no messages")
     return messages
+
+
+def check_role_order(row: LabelledRow, column: str, messages: Sequence[tuple[str, str]]) -> None:
+    """Refuse a system message that is not the first, two messages in a row of one side, and an answer to nothing.
+
+    Other roles, as those of tools, may stand anywhere.
+    """
+    before = ""
+    for i, (role, _) in enumerate(messages, 1):
+        if role == "system" and i > 1:
+            raise row.column_error(column, f"has message {i} of the system, which can only be the first")
+        if role in ("user", "assistant") and role == before:
+            raise row.column_error(column, f"has messages {i - 1} and {i} both of the {role}. Join them into one")
+        if role == "assistant" and before in ("", "system"):
+            raise row.column_error(column, f"has message {i} of the assistant before any message of the user")
+        before = role
 
 
 def parse_preference_row(row: LabelledRow) -> Example:
@@ -203,23 +230,29 @@ def parse_preference_row(row: LabelledRow) -> Example:
             raise row.column_error("label", f"is {quote(label)}; it must be true (good) or false (bad)")
         good = None if label is None else PREFERENCE_LABELS[label.lower()]
         return row.make_example(prompt, good, references=(parse_answer(row, "completion", prompt),))
+    return parse_answer_pair(row)
+
+
+def parse_answer_pair(row: LabelledRow, target: Any = None) -> Example:
+    """Parse a prompt with a chosen and a rejected answer."""
     prompt = parse_prompt(row) if row.has_value("prompt") else shared_messages(row)
     chosen, rejected = (parse_answer(row, role, prompt) for role in ("chosen", "rejected"))
     if chosen == rejected:
         raise row.column_error("rejected", "equals the chosen answer: there is nothing to prefer. Delete the line")
-    return row.make_example(prompt, references=(chosen, rejected))
+    return row.make_example(prompt, target, references=(chosen, rejected))
 
 
 def parse_prompt(row: LabelledRow) -> tuple[str, ...]:
     """Return role, text, role, text ... of a prompt: a text of the user, or messages."""
     if not isinstance(parse_json_list(row.value("prompt")), list):
         return ("user", row.text("prompt"))
-    return flatten_messages(row, parse_messages(row, "prompt"))
+    return flatten_messages(row, "prompt", parse_messages(row, "prompt"))
 
 
-def flatten_messages(row: LabelledRow, messages: list[tuple[str, str]]) -> tuple[str, ...]:
+def flatten_messages(row: LabelledRow, column: str, messages: list[tuple[str, str]]) -> tuple[str, ...]:
+    check_role_order(row, column, messages)
     if messages and messages[-1][0] == "assistant":
-        raise row.column_error("prompt", "ends with a message of the assistant, and the answer is to follow")
+        raise row.column_error(column, "ends with a message of the assistant, and the answer is to follow")
     return tuple(part for message in messages for part in message)
 
 
@@ -229,7 +262,7 @@ def shared_messages(row: LabelledRow) -> tuple[str, ...]:
         raise row.column_error(
             "chosen", "is a text, and there is no column 'prompt'. Name it with --columns prompt=NAME"
         )
-    return flatten_messages(row, parse_messages(row, "chosen")[:-1])
+    return flatten_messages(row, "chosen", parse_messages(row, "chosen")[:-1])
 
 
 def parse_answer(row: LabelledRow, role: str, prompt: tuple[str, ...]) -> str:
@@ -242,6 +275,23 @@ def parse_answer(row: LabelledRow, role: str, prompt: tuple[str, ...]) -> str:
     if before and tuple(part for message in before for part in message) != prompt:
         raise row.column_error(role, "has other messages before its answer than the prompt has")
     return text
+
+
+def parse_reward_row(row: LabelledRow) -> Example:
+    """Parse a pair as of `preference`, with an optional margin; without labels also a prompt with one answer."""
+    if row.require_labels or row.has_value("chosen"):
+        margin = row.score("margin") if row.has_value("margin") else 0.0
+        return parse_answer_pair(row, margin)
+    if row.has_value("messages") and not row.has_value("prompt"):
+        messages = parse_messages(row)
+        check_role_order(row, "messages", messages)
+        if messages[-1][0] != "assistant":
+            raise row.column_error("messages", "ends without an answer of the assistant, which the reward is for")
+        *before, (_, answer) = messages
+        return row.make_example(tuple(part for message in before for part in message), references=(answer,))
+    prompt = parse_prompt(row)
+    answer = parse_answer(row, row.first_available_role("completion", "response"), prompt)
+    return row.make_example(prompt, references=(answer,))
 
 
 def parse_embed_row(row: LabelledRow) -> Example:
@@ -307,6 +357,9 @@ TASK_FORMATS = {
     "extract": TaskFormat(("text", "target"), parse_extract_row),
     "lm": TaskFormat(("messages", "prompt", "response", "completion", "text"), parse_lm_row),
     "preference": TaskFormat(("prompt", "chosen", "rejected", "completion", "label"), parse_preference_row),
+    "reward": TaskFormat(
+        ("prompt", "chosen", "rejected", "margin", "completion", "response", "messages"), parse_reward_row
+    ),
     "embed": TaskFormat(("text_a", "text_b", "score", "label"), parse_embed_row),
     "minimal-pairs": TaskFormat(("good", "bad", "group"), parse_minimal_pair_row),
     "cloze": TaskFormat(("context", "answer"), parse_cloze_row),
