@@ -9,30 +9,38 @@ import numpy as np
 
 from firth.core.html import HtmlPage
 from firth.lab.show import BatchPreview
+from firth.lab.show_dialogue import DialoguePreview
 from firth.lab.show_row import TOKEN_KINDS, AttentionMaskView, RowView, SequenceView, downsample_mask
 
+ROWS_INTRODUCTION = (
+    "The first rows of the first step, made by the code of training. Point at a token for its id and position. The "
+    "small pictures are attention masks: the token of a row attends to the tokens of its dark columns."
+)
+EXAMPLES_INTRODUCTION = (
+    "The first examples of the file in the chat template, encoded by the code of fine-tuning. Only marked tokens carry "
+    "a label. Point at a token for its id and position."
+)
 PAGE_MASK_CELLS = 96  # maximum cells of an attention mask, across and down
 
 
-def save_show_page(preview: BatchPreview, path: Path) -> None:
+def save_show_page(preview: BatchPreview | DialoguePreview, path: Path) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     make_show_page(preview).save(path)
 
 
-def make_show_page(preview: BatchPreview) -> HtmlPage:
-    """Return a page with header, legend, rows and rates."""
+def make_show_page(preview: BatchPreview | DialoguePreview) -> HtmlPage:
+    """Return a page with header, legend, rows and, of pretraining, rates."""
     page = HtmlPage("What the model will read and predict", "show.css.j2", "show")
     page.add_fragment("show.html.j2", "header", preview.header)
-    page.add_paragraph(
-        "The first rows of the first step, made by the code of training. Point at a token for its id and position. "
-        "The small pictures are attention masks: the token of a row attends to the tokens of its dark columns."
-    )
+    page.add_paragraph(EXAMPLES_INTRODUCTION if isinstance(preview, DialoguePreview) else ROWS_INTRODUCTION)
     tokens = [token for view in preview.views for sequence in view.sequences for token in sequence.tokens]
     kinds = {token.kind for token in tokens}
     meanings = {kind: meaning for kind, meaning in TOKEN_KINDS.items() if kind in kinds}
     page.add_fragment("show.html.j2", "legend", meanings, len({token.token_type for token in tokens}) > 1)
     for view in preview.views:
         add_row_section(page, view)
+    if isinstance(preview, DialoguePreview):
+        return page
     page.add_heading("Expected and measured rates")
     sample = f"in {preview.counts['sample']['rows']:.0f} rows"
     page.add_table(["", "expected", sample, "in those above"], preview.rate_table())

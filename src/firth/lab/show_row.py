@@ -43,6 +43,7 @@ TOKEN_KINDS = {
     "label": "a label: the model has to predict it",
     "hidden": "a label, hidden behind a mask of the input",
     "deleted": "a label, deleted from the input",
+    "reward": "the reward is read here",
     "number": "original order of this sentence",
     "special": "special token",
 }
@@ -91,7 +92,7 @@ class AttentionMaskView(NamedTuple):
 class RowView(NamedTuple):
     """Everything that is shown of a row."""
 
-    row_index: int  # in the stream of all rows
+    row_index: int | str  # in the stream of all rows; of an example its id
     notes: list[str]
     sequences: list[SequenceView]
     attention_masks: list[AttentionMaskView]

@@ -9,6 +9,7 @@ from rich.text import Text
 from firth.core.console import show_table, stdout_console
 from firth.core.html import format_cell
 from firth.lab.show import BatchPreview
+from firth.lab.show_dialogue import DialoguePreview
 from firth.lab.show_row import TOKEN_KINDS, AttentionMaskView, RowView, SequenceView, TokenView, downsample_mask
 
 TOKEN_STYLES = {
@@ -20,6 +21,7 @@ TOKEN_STYLES = {
     "label": "underline",
     "hidden": "underline yellow",
     "deleted": "strike red",
+    "reward": "black on cyan",
     "number": "bold magenta",
     "special": "dim",
 }
@@ -27,8 +29,8 @@ TERMINAL_MASK_CELLS = 32  # maximum cells of an attention mask, across and down
 HALF_BLOCKS = {(False, False): " ", (True, False): "▀", (False, True): "▄", (True, True): "█"}
 
 
-def print_preview(preview: BatchPreview) -> None:
-    """Print header, legend, rows and rates to stdout."""
+def print_preview(preview: BatchPreview | DialoguePreview) -> None:
+    """Print header, legend, rows and, of pretraining, rates to stdout."""
     header = Table.grid(padding=(0, 2))
     for name, value in preview.header.items():
         header.add_row(Text(name, "bold"), Text(value))
@@ -37,6 +39,8 @@ def print_preview(preview: BatchPreview) -> None:
     stdout_console.print(legend_text(preview.views))
     for view in preview.views:
         print_row_view(view)
+    if isinstance(preview, DialoguePreview):
+        return
     rows = [(name, *map(format_cell, values)) for name, *values in preview.rate_table()]
     columns = ["", "expected", f"{preview.counts['sample']['rows']:.0f} rows", "shown"]
     stdout_console.print()
@@ -103,10 +107,12 @@ def sequence_text(sequence: SequenceView) -> Text:
 
 
 def token_text(token: TokenView) -> Text:
-    """Return a token and, between ‹ and ›, the text that it replaces; ‹=› for a kept target."""
+    """Return a token and, between ‹ and ›, the text that it replaces; ‹=› for a kept target, ‹r› at a reward."""
     text = Text(token.text.lstrip(" "), TOKEN_STYLES.get(token.kind, ""))
     if token.kind == "number":
         text = Text(f"({token.text.strip()})", TOKEN_STYLES["number"])
+    elif token.kind == "reward":
+        text.append("‹r›", "dim")
     elif token.kind == "kept":
         text.append("‹=›", "dim")
     elif token.original_text or token.kind == "masked":
