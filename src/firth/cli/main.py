@@ -215,6 +215,7 @@ def prove_resume(json: bool, **options: Any) -> None:
     examples="""
 firth show bert-tiny --data books/
 firth show t5-tiny --data shards --rows 2 objective.rate=0.3
+firth show llama/ --task lm --data chats.jsonl   # labels of dialogues
 """,
 )
 def show(json: bool, **options: Any) -> None:
@@ -386,6 +387,7 @@ firth generate run/final "Once upon a time" --temperature 0.8 --top-p 0.95
 firth generate de/final "A man sleeps." --num-beams 4    # encoder-decoder
 firth generate run/final --prompts prompts.txt --json    # one prompt a line
 firth generate run/final "A person:" --json-schema person.json
+firth generate chat/final "Hello" --best-of 8 --reward reward/final
 """,
 )
 def generate(
@@ -398,10 +400,13 @@ def generate(
     stream: bool | None = None,
     bf16: bool = False,
     draft: str | None = None,
+    best_of: int | None = None,
+    reward: str | None = None,
     **settings: Any,
 ) -> None:
     """Continue a prompt (decoder), or answer it (encoder-decoder, or a model fine-tuned to answer)."""
     from firth.commands.generate import (
+        generate_best_of,
         generate_in_batches,
         generate_with_ngram,
         load_draft,
@@ -418,6 +423,15 @@ def generate(
         raise UserError("--stream prints tokens one by one and --json one object at the end: choose one.")
     constraint = {name: settings[name] for name in CONSTRAINTS if name in settings}
     read_grammar(GenerationConfig(**constraint))  # a mistake in a schema shows before a model is loaded
+    if best_of is not None or reward is not None:
+        if stream:
+            raise UserError("--stream prints tokens one by one, and --best-of compares whole texts: choose one.")
+        ranked = generate_best_of(checkpoint, texts, best_of, reward, settings, chat, bf16, draft)
+        best = [result for result in ranked if result["best"]]
+        render.print_generated_texts(ranked if json else best, json)
+        if not all(result.get("complete", True) for result in best):
+            raise typer.Exit(1)
+        return
     if is_ngram(checkpoint):
         render.print_generated_texts(generate_with_ngram(checkpoint, texts, settings), json)
         return

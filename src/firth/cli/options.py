@@ -655,6 +655,12 @@ class ProveResumeOptions(PretrainDataOptions):
 
 @dataclass(kw_only=True)
 class ShowOptions(PretrainDataOptions):
+    task: str | None = option(
+        None,
+        "Show the labels of a file for fine-tuning instead: dialogues or pairs of lm, preference or reward. MODEL is "
+        "the checkpoint to fine-tune.",
+        "NAME",
+    )
     rows: int = option(4, "Show this many rows.")
     output_dir: str = option(".", "Write show.html to this folder.", "FOLDER")
     overwrite: bool = option(False, "Replace a show.html that `firth show` did not write.")
@@ -833,6 +839,12 @@ class GenerateOptions(JsonOptions):
     bf16: bool = option(False, "Compute in bfloat16: faster on a GPU, with rounded weights.")
     draft: str | None = option(
         None, "Let a smaller model with the same tokenizer propose tokens (speculative decoding).", "CHECKPOINT"
+    )
+    best_of: int | None = option(
+        None, "Draw N samples for each prompt, at temperature 1 by default; keep the one of the highest reward.", "N"
+    )
+    reward: str | None = option(
+        None, "Score the samples of --best-of with this model (`firth finetune --task reward`).", "CHECKPOINT"
     )
 
 

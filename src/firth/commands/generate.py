@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from firth.core.console import progress, warn
+from firth.core.errors import UserError
 from firth.generate.config import CONSTRAINTS, make_generation_config
 from firth.static.ngram import is_ngram, load_ngram
 from firth.tasks.recipe import read_task_file
@@ -26,6 +27,8 @@ def generate(
     chat: bool | None = None,
     bf16: bool = False,
     draft: str | Path | Model | None = None,
+    best_of: int | None = None,
+    reward: str | Path | None = None,
     **settings: Any,
 ) -> str | list[str]:
     """Continue a prompt, or several. `settings` are fields of `GenerationConfig`: temperature=0.8.
@@ -36,16 +39,48 @@ def generate(
     on the GPU where there is one, with `bf16` in bfloat16; a model stays where it is. `draft` is a smaller model with
     the same tokenizer that proposes tokens (speculative decoding): the same greedy text, or the same distribution.
 
-    `json_schema`, `regex`, `choices` or `grammar` give structured output: the text alone, without the prompt.
+    `best_of` draws this many samples for each prompt, and returns the one that the checkpoint `reward`, a reward model,
+    scores highest. `json_schema`, `regex`, `choices` or `grammar` give structured output: the text alone, without the
+    prompt.
     """
     prompts = [prompt] if isinstance(prompt, str) else prompt
-    if isinstance(checkpoint, str | Path) and is_ngram(checkpoint):
+    if best_of is not None or reward is not None:
+        ranked = generate_best_of(checkpoint, prompts, best_of, reward, settings, chat, bf16, draft)
+        results = [result for result in ranked if result["best"]]
+    elif isinstance(checkpoint, str | Path) and is_ngram(checkpoint):
         results = generate_with_ngram(checkpoint, prompts, settings)
     else:
         model, encoded, defaults = load_for_generation(checkpoint, prompts, chat, bf16)
         results = generate_in_batches(model, encoded, defaults | settings, load_draft(draft, bf16))
     texts = [result["text"] for result in results]
     return texts[0] if isinstance(prompt, str) and len(texts) == 1 else texts
+
+
+def generate_best_of(
+    checkpoint: str | Path | Model,
+    prompts: Sequence[str],
+    best_of: int | None,
+    reward: str | Path | None,
+    settings: Mapping[str, Any],
+    chat: bool | None = None,
+    bf16: bool = False,
+    draft: str | Path | Model | None = None,
+) -> list[dict[str, Any]]:
+    """Draw `best_of` samples for each prompt; return them with their `reward`, each prompt's from best to worst."""
+    from firth.tasks.best_of import RewardModel, best_of_settings, check_reward_model, rank_by_reward
+
+    if best_of is None or reward is None:
+        missing = "--best-of N, the number of samples" if best_of is None else "--reward CHECKPOINT, which scores them"
+        raise UserError(f"--best-of and --reward belong together: add {missing}.")
+    best_of_settings(best_of, settings, {})  # mistakes show before a model is loaded
+    check_reward_model(reward)
+    if isinstance(checkpoint, str | Path) and is_ngram(checkpoint):
+        results = generate_with_ngram(checkpoint, prompts, best_of_settings(best_of, settings, {}))
+    else:
+        model, encoded, defaults = load_for_generation(checkpoint, prompts, chat, bf16)
+        chosen = best_of_settings(best_of, settings, defaults)
+        results = generate_in_batches(model, encoded, chosen, load_draft(draft, bf16))
+    return rank_by_reward(results, prompts, RewardModel(reward).score)
 
 
 def generate_with_ngram(

@@ -199,15 +199,20 @@ def show(
     output_dir: str | Path = ".",
     overwrite: bool = False,
     printed: bool = False,
+    task: str | None = None,
     **options: Any,
 ) -> dict[str, Any]:
     """Show inputs, masks and labels of the first rows of the first step, before any training.
 
-    Takes the arguments of `pretrain`. Writes show.html to `output_dir`, and to the terminal if `printed`.
+    Takes the arguments of `pretrain`. Writes show.html to `output_dir`, and to the terminal if `printed`. With `task`
+    ("lm", "preference" or "reward") `model` is a checkpoint and `data` a labelled file, whose labels are shown.
     """
     if rows < 1:
         raise UserError(f"--rows is {rows}, and must be at least 1.")
     page = resolve_page_path(Path(output_dir), "show", overwrite)
+    if task is not None:
+        given = {"tokenizer": tokenizer, "objective": objective, "config": config, "KEY=VALUE": overrides, **options}
+        return show_labels(model, task, data, rows, page, printed, given)
     data_options = DataOptions(vocab_size, lowercase, held_out, pop_corpus_options(options))
     plan = plan_pretraining(model, data, output_dir, tokenizer, objective, data_options, config, overrides, options)
     from firth.lab.show import build_batch_preview
@@ -219,6 +224,41 @@ def show(
             say("Making a tokenizer and shards for this preview alone. After `firth prepare` it starts at once.")
         recipe = plan.resolve_recipe(plan.make_shards(Path(folder)))
         preview = build_batch_preview(recipe, rows, str(model), ", ".join(map(str, plan.data_source.sources)))
+    save_show_page(preview, page)
+    if printed:
+        print_preview(preview)
+    return {**preview.to_dict(), "page": str(page)}
+
+
+def show_labels(
+    checkpoint: str | Path,
+    task: str,
+    data: str | Path | Sequence[str | Path],
+    rows: int,
+    page: Path,
+    printed: bool,
+    options: Mapping[str, Any],
+) -> dict[str, Any]:
+    """Show the labels of a labelled file, as the fine-tuning of a checkpoint would make them."""
+    files = [data] if isinstance(data, str | Path) else list(data)
+    if len(files) != 1:
+        raise UserError(f"--task {task} is shown for one file as --data; {len(files)} were given.")
+    taken = ("columns", "encoding", "max_seq_length")
+    unused = {"documents": "auto", "normalize": "", "language": ""}
+    for name, value in options.items():
+        if name not in taken and value and value != unused.get(name):
+            option = name if name.isupper() else f"--{name.replace('_', '-')}"
+            raise UserError(f"{option} is for the rows of pretraining: leave it out with --task {task}.")
+    if not Path(checkpoint).is_dir():
+        raise UserError(
+            f"{checkpoint} is not a checkpoint folder, which --task {task} needs: `firth pretrain` makes one."
+        )
+    from firth.lab.show_dialogue import build_dialogue_preview
+    from firth.lab.show_page import save_show_page
+    from firth.lab.show_text import print_preview
+
+    chosen = {name: options[name] for name in taken if options.get(name)}
+    preview = build_dialogue_preview(checkpoint, task, files[0], rows, **chosen)
     save_show_page(preview, page)
     if printed:
         print_preview(preview)
