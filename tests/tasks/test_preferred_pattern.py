@@ -14,10 +14,12 @@ from tasks.small import ANIMALS, parts
 import firth
 from firth.cli.main import app
 from firth.core.errors import UserError
+from firth.evaluate.report import write_run_report
 from firth.models import make_model
 from firth.tasks import FinetuneRecipe, finetune
+from firth.text import read_labelled
 
-GOOD, BAD = "is red and small", "is blue and big"
+GOOD, BAD = "is red", "is blue"
 SAMPLES = 24
 
 
@@ -40,8 +42,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     )
     shared: dict[str, Any] = {"max_seq_length": 32, "seeds": 1, "device": "cpu", "per_device_train_batch_size": 16}
     for name, start, task, file, steps, rate in [
-        ("chat", "gpt2", "lm", chats, 150, 1e-2),
-        ("preferred", "chat/final", "preference", pairs, 36, 1e-3),
+        ("chat", "gpt2", "lm", chats, 100, 1e-2),
+        ("preferred", "chat/final", "preference", pairs, 40, 1e-3),
         ("reward", "chat/final", "reward", pairs, 24, 1e-3),
     ]:
         fields = {"checkpoint": str(folder / start), "task": task, "train": str(file), "dev": str(file)}
@@ -54,7 +56,7 @@ def share_of_good(texts: list[str]) -> float:
     return sum(text.strip() == GOOD for text in texts) / len(texts)
 
 
-SAMPLING: dict[str, Any] = {"temperature": 1.0, "top_p": 0.9, "max_new_tokens": 12}
+SAMPLING: dict[str, Any] = {"temperature": 1.0, "top_p": 0.9, "max_new_tokens": 8}
 
 
 @pytest.mark.parametrize("animal", [ANIMALS[0], ANIMALS[-1]])
@@ -88,6 +90,16 @@ def test_the_command(folder: Path, capsys: Any) -> None:
         assert [r["best"] for r in own] == [True, False, False, False]
     app([*arguments, *best], standalone_mode=False)
     assert capsys.readouterr().out.strip() == "\n\n".join(r["text"] for r in results if r["best"]).strip()
+
+
+@pytest.mark.parametrize(("name", "task"), [("preferred", "preference"), ("reward", "reward")])
+def test_the_report_shows_margins_and_accuracies(folder: Path, name: str, task: str) -> None:
+    results = json.loads((folder / name / "results.json").read_text())
+    page = write_run_report(folder / name, results, read_labelled(folder / "pairs.jsonl", task)).read_text()
+    for text in ("Margins", "on the right side of 0", "Share of the pairs of each batch", GOOD, "margin"):
+        assert text in page
+    log = [json.loads(line) for line in (folder / name / "seed-0" / "log.jsonl").read_text().splitlines()]
+    assert {"accuracy", "margin", "reward_chosen", "reward_rejected"} <= set(log[0])
 
 
 @pytest.mark.parametrize(

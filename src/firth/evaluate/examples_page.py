@@ -8,6 +8,8 @@ confidence, then the other examples in the order of the file. Search and filters
 | tag          | entities by outcome (`metrics/tagging.py`), or words | lowest probability of the entity's tags        |
 | span-qa      | predicted and right answer in the context            | probability among the best answers             |
 | text-to-text | words that only one of both texts has                | none: the least similar texts come first       |
+| preference,  | the chosen answer, and a rejected one that has the   | reward of the rejected answer less that of the |
+| reward       | higher reward                                        | chosen one                                     |
 | all others   | labels                                               | score of the prediction less that of the right |
 """
 
@@ -23,10 +25,12 @@ from firth.evaluate.marked import CharSpan, Part, diff_words, mark_entities, mar
 from firth.metrics import normalise_squad
 from firth.metrics.tagging import EntityMatch, are_span_tags, match_entities
 from firth.tasks import Prediction
+from firth.tasks.preference import pair_rewards
 from firth.tasks.span_qa import find_answer_start
 from firth.tasks.tag import excluded_entity_types
 from firth.text import Example
 
+PAIR_TASKS = ("preference", "reward")
 CLASS_TASKS = ("classify", "pair", "relation", "word-in-context")
 MAX_EXAMPLE_ROWS = 5000
 MAX_EXAMPLE_CHARS = 3_000_000  # characters of all rows, so that a page stays at a few MB
@@ -106,6 +110,8 @@ def has_outcome(task: str, example: Example, prediction: Prediction) -> bool:
     """Whether a prediction is right or wrong. Numbers, vectors and likelihoods are neither."""
     if task == "minimal-pairs":
         return True
+    if task in PAIR_TASKS:
+        return pair_rewards(prediction.prediction) is not None
     known = example.target is not None and (prediction.prediction is not None or task == "choice")
     return known and task in (*CLASS_TASKS, "tag", "span-qa", "text-to-text", "choice", "cloze", "analogy")
 
@@ -236,6 +242,20 @@ def text_row(task: str, example: Example, prediction: Prediction) -> ExampleRow:
     return ExampleRow(str(example.id), lines, [outcome], (), -diff.similarity, facts)
 
 
+def pair_row(task: str, example: Example, prediction: Prediction) -> ExampleRow:
+    """A prompt with its two answers, each with its reward."""
+    rewards = pair_rewards(prediction.prediction)
+    assert rewards is not None, "has_outcome"
+    margin = rewards[0] - rewards[1]
+    outcome = "right" if margin > 0 else "wrong"
+    classes = MARK_CLASSES["right"][1], "" if margin > 0 else MARK_CLASSES["wrong"][0]
+    prompt = "\n".join(f"{role}: {text}" for role, text in zip(example.texts[::2], example.texts[1::2], strict=True))
+    lines: list[tuple[str, Sequence[Part]]] = [("prompt", shorten([Part(prompt)]))]
+    for name, answer, reward, own in zip(("chosen", "rejected"), example.references, rewards, classes, strict=True):
+        lines.append((name, [Part(shorten([Part(answer)])[0].text, own, f"{reward:.3f}")]))
+    return ExampleRow(str(example.id), lines, [outcome], (), -margin, [f"margin {margin:.3f}"])
+
+
 def label_row(task: str, example: Example, prediction: Prediction) -> ExampleRow:
     """Texts with a predicted and a right label."""
     predicted, true = prediction.prediction, gold_answer(task, example)
@@ -312,6 +332,7 @@ ROW_FNS: dict[str, Callable[[str, Example, Prediction], ExampleRow]] = {
     "tag": tag_row,
     "span-qa": answer_row,
     "text-to-text": text_row,
+    **dict.fromkeys(PAIR_TASKS, pair_row),
 }
 
 

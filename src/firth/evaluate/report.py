@@ -14,11 +14,12 @@ from firth.core.files import MODEL_CARD_FILE, read_object, read_utf8, read_yaml
 from firth.core.html import HtmlPage, make_axes, plot_loss_curve
 from firth.core.parse import parse_yaml
 from firth.evaluate.card import write_model_card
-from firth.evaluate.examples_page import CLASS_TASKS, NO_LABEL, add_examples
+from firth.evaluate.examples_page import CLASS_TASKS, NO_LABEL, PAIR_TASKS, add_examples
 from firth.metrics import ClassMetrics, format_metric, mean_and_std, per_class_metrics, per_type_metrics
 from firth.metrics.tagging import are_span_tags
 from firth.tasks import Prediction, read_predictions
 from firth.tasks.multitask import task_of
+from firth.tasks.preference import pair_rewards
 from firth.tasks.rate_trial import format_loss
 from firth.tasks.results import describe_comparison
 from firth.text import Example
@@ -114,7 +115,8 @@ def write_run_report(folder: Path, result: Mapping[str, Any], examples: Sequence
     caption = f"Scores on dev. final/ is seed {result['best_seed']}, the best by {result['metric']}."
     page.add_table(columns, format_score_rows(rows), caption)
     if result.get("chance") is not None:
-        baseline = "Random vectors" if task == "embed" else "Always predicting the most frequent label of train"
+        baselines = {"embed": "Random vectors", **dict.fromkeys(PAIR_TASKS, "A random order of the answers")}
+        baseline = baselines.get(task, "Always predicting the most frequent label of train")
         text = f"{baseline} scores {format_metric(result['metric'], result['chance'])} {result['metric']}."
         failed = f" Seeds that are no better: {format_list(result['failed'])}." if result["failed"] else ""
         page.add_paragraph(text.replace("vectors scores", "vectors score") + failed)
@@ -236,7 +238,23 @@ def add_class_and_mistake_sections(page: HtmlPage, task: str, pairs: Sequence[tu
         add_class_section(page, predicted, [e.target for e, _ in labelled])
     if labelled and task == "tag":
         add_type_section(page, [p.prediction for _, p in labelled], [e.target for e, _ in labelled])
+    if task in PAIR_TASKS:
+        add_margin_figure(page, [p.prediction for _, p in pairs])
     add_examples(page, task, pairs)
+
+
+def add_margin_figure(page: HtmlPage, predictions: Sequence[Any]) -> None:
+    """Add a histogram of the margins: the reward of the chosen answer less that of the rejected one."""
+    margins = [rewards[0] - rewards[1] for p in predictions if (rewards := pair_rewards(p)) is not None]
+    if not margins:
+        return
+    page.add_heading("Margins")
+    figure, axes = make_axes("reward of the chosen answer less that of the rejected one", "pairs")
+    axes.hist(margins, bins=min(40, max(5, len(margins) // 4)))
+    axes.axvline(0.0, linestyle="--", color="black", linewidth=1)
+    right = sum(margin > 0 for margin in margins)
+    share = format_metric("accuracy", right / len(margins))
+    page.add_figure(figure, f"{right:,} of {len(margins):,} pairs ({share}) are on the right side of 0.")
 
 
 def format_list(value: Any) -> Any:
@@ -283,6 +301,7 @@ def add_loss_curves(page: HtmlPage, checkpoint: Path) -> None:
         figure = plot_loss_curve(train, held_out, comparable_entropy(run, results))
         figure.axes[0].set_ylabel("loss")  # per example, not always per token
         page.add_figure(figure, "Loss of the run that made this checkpoint.")
+        add_pair_curves(page, lines)
         add_source_table(page, results)
     scores = [
         {"run": name or run.name, **line}
@@ -294,6 +313,24 @@ def add_loss_curves(page: HtmlPage, checkpoint: Path) -> None:
     if len(scores) > len(lines) and names:  # more than one at the end of each
         rows = [(line["run"], *(format_metric(name, line.get(name)) for name in names)) for line in scores]
         page.add_table(["run", *names], rows, "Scores during training.")
+
+
+def add_pair_curves(page: HtmlPage, logs: Mapping[str, Sequence[Mapping[str, Any]]]) -> None:
+    """Add accuracy and margin of the training batches, for a run on pairs of answers."""
+    captions = {
+        "accuracy": "Share of the pairs of each batch whose chosen answer has the higher reward.",
+        "margin": "Mean reward of the chosen answers of each batch less that of the rejected ones.",
+    }
+    steps = {name: [line for line in log if "loss" in line] for name, log in logs.items()}
+    if not any("margin" in line for log in steps.values() for line in log):
+        return
+    for metric, caption in captions.items():
+        figure, axes = make_axes("step", metric)
+        for name, log in steps.items():
+            axes.plot(*zip(*log_points(log, metric), strict=True), label=name)
+        if len(steps) > 1:
+            axes.legend()
+        page.add_figure(figure, caption)
 
 
 def loss_series(log: Sequence[Mapping[str, Any]]) -> tuple[dict[str, list[Point]], dict[str, list[Point]]]:

@@ -216,6 +216,14 @@ class PreferenceTask(LanguageModelingTask):
         return preference_scores([p.prediction for p in predictions])
 
 
+def pair_rewards(prediction: Any) -> tuple[float, float] | None:
+    """Return the rewards of chosen and rejected from a prediction of `preference` or `reward`; None of one answer."""
+    if len(prediction) != 2:
+        return None
+    chosen, rejected = (answer["reward"] if isinstance(answer, Mapping) else answer for answer in prediction)
+    return chosen, rejected
+
+
 def is_preferred(answers: Sequence[Mapping[str, float]]) -> bool:
     """Whether the rewards agree with the label: chosen above rejected; a good answer above 0, a bad one below."""
     if len(answers) == 2:
@@ -291,6 +299,12 @@ class PreferenceLoss:
         with torch.no_grad():
             margin, pairs = beta * (score[:, GOOD] - score[:, BAD]), weight.prod(1)
             figures = {"accuracy": 2 * ((margin > 0) * pairs).sum(), "margin": 2 * (margin * pairs).sum()}
+            figures |= {
+                name: 2 * (beta * score[:, side] * pairs).sum()
+                for name, side in (("reward_chosen", GOOD), ("reward_rejected", BAD))
+            }
+            if self.config.loss == "kto":
+                figures["kl"] = self.kl * weight.sum()
         return {"targets": loss, **{f"{name}/targets": value for name, value in figures.items()}}
 
     def sum_answers(self, batch: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:

@@ -250,9 +250,9 @@ def parse_prompt(row: LabelledRow) -> tuple[str, ...]:
 
 
 def flatten_messages(row: LabelledRow, column: str, messages: list[tuple[str, str]]) -> tuple[str, ...]:
-    check_role_order(row, column, messages)
     if messages and messages[-1][0] == "assistant":
         raise row.column_error(column, "ends with a message of the assistant, and the answer is to follow")
+    check_role_order(row, column, messages)
     return tuple(part for message in messages for part in message)
 
 
