@@ -26,7 +26,7 @@ from firth.lab.show_row import (
 from firth.models import read_config
 from firth.tasks import FinetuneRecipe, make_task
 from firth.tasks.chat import CHAT_TEMPLATE_KEY
-from firth.tasks.finetune import encode_file
+from firth.tasks.finetune_job import encode_file
 from firth.tasks.lm import DialogueTurn, EncodedDialogue
 from firth.tasks.preference import EncodedPreference
 from firth.tasks.seq2seq_batch import DecoderExample
