@@ -647,21 +647,23 @@ def embed(
 @command(
     opt.ServeOptions,
     ServeConfig,
-    "host port api_key_file max_batch_size max_queue max_body_bytes max_input_tokens max_output_tokens timeout_s",
+    "host port api_key_file runs max_batch_size max_queue max_body_bytes max_input_tokens max_output_tokens timeout_s",
     examples="""
-firth serve run/final
+firth serve run/final                 # open http://127.0.0.1:8000
 firth serve topics/final chat=assistant/final --port 8080
+firth serve --runs runs               # watch training runs
 firth serve run/final --host 0.0.0.0 --api-key-file keys.txt
 """,
 )
-def serve(checkpoint: list[str], **settings: Any) -> None:
-    """Answer requests over HTTP: OpenAI's API, and /fill, /classify, /tag, /answer, /generate, /tokenize, /attention.
+def serve(checkpoint: list[str] | None, **settings: Any) -> None:
+    """Serve models: a page to try them and to watch runs, OpenAI's API, and routes such as /fill and /classify.
 
+    The page shows next tokens, blanks, attention, vectors, tokens, tasks and runs; it loads nothing from elsewhere.
     Requests that arrive together are computed together. Ctrl-C or SIGTERM ends; running requests end first.
     """
     from firth import api
 
-    api.serve(checkpoint, **settings)
+    api.serve(checkpoint or (), **settings)
 
 
 @command(

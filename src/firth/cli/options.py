@@ -889,10 +889,10 @@ class EmbedOptions(OutputOptions):
 
 @dataclass(kw_only=True)
 class ServeOptions:
-    checkpoint: list[str] = option(
-        ...,
-        "Checkpoint folders. NAME=FOLDER names a model; else it has the name of its run.",
-        "CHECKPOINT...",
+    checkpoint: list[str] | None = option(
+        None,
+        "Checkpoint folders, needed without --runs. NAME=FOLDER names a model; else it has the name of its run.",
+        "[CHECKPOINT]...",
         argument=True,
     )
 

@@ -17,12 +17,16 @@ from typing import NamedTuple
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from firth.core.errors import UserError
 from firth.generate.decode_state import eval_mode, require_tokenizer
 from firth.models import EncoderDecoder, Model, make_sequence_template
 
 MAX_ATTENTION_WEIGHTS = 2_000_000  # of one answer: 12 layers of 12 heads over 117 tokens
+MAX_COMPUTED_WEIGHTS = 2**26  # of all layers and heads of a text, in memory: 256 MiB
+
+Range = tuple[int, int]  # positions [start, end)
 
 
 class AttentionWeights(NamedTuple):
@@ -35,23 +39,62 @@ class AttentionWeights(NamedTuple):
     matrices: dict[str, np.ndarray]
 
 
-@torch.no_grad()
+class AttendedText(NamedTuple):
+    """Token ids of a text and of the target, and the weights (1, H, T, S) of every layer, by kind."""
+
+    input_ids: list[int]
+    target_ids: list[int]
+    weights: dict[str, Sequence[Tensor]]
+
+
 def compute_attention(
     model: Model,
     text: str,
     target: str = "",
     layers: Sequence[int] | None = None,
     heads: Sequence[int] | None = None,
+    queries: Range | None = None,
+    keys: Range | None = None,
 ) -> AttentionWeights:
-    """Return the attention weights of a text with its special tokens; `layers` and `heads` select some of them."""
+    """Return the attention weights of a text with its special tokens.
+
+    `layers` and `heads` select some of them, `queries` and `keys` a window of the positions.
+    """
     config, tokenizer = model.config, require_tokenizer(model)
-    if config.recurrent is not None or not config.num_layers:
-        raise UserError("This model has no attention.")
-    if target and not isinstance(model, EncoderDecoder):
-        raise UserError("A target text is for encoder-decoders.")
+    check_has_attention(model)
     num_layers = max(config.num_layers, config.decoder_layers if isinstance(model, EncoderDecoder) else 0)
     layers = select_indices("layer", layers, num_layers)
     heads = select_indices("head", heads, config.num_heads)
+    ids, target_ids = attention_inputs(model, text, target)
+    longest = max(len(ids), len(target_ids))
+    num_queries, num_keys = (longest if part is None else max(part[1] - part[0], 0) for part in (queries, keys))
+    if (num := len(layers) * len(heads) * num_queries * num_keys) > MAX_ATTENTION_WEIGHTS:
+        raise UserError(
+            f"{len(layers)} layers of {len(heads)} heads over {longest} tokens are {num:,} weights, more than "
+            f"{MAX_ATTENTION_WEIGHTS:,}. Shorten the text, or choose layers, heads or a window."
+        )
+    found = attend_to_text(model, ids, target_ids, has_target=bool(target)).weights
+    rows, columns = (slice(None) if part is None else slice(*part) for part in (queries, keys))
+    selected = {
+        kind: np.stack([weights[i][0, heads, rows, columns].float().cpu().numpy() for i in layers if i < len(weights)])
+        for kind, weights in found.items()
+    }
+    tokens, target_tokens = (
+        [str(tokenizer.backend.id_to_token(i)) for i in row] for row in (ids, target_ids if target else ())
+    )
+    return AttentionWeights(tokens, target_tokens, layers, heads, selected)
+
+
+def check_has_attention(model: Model) -> None:
+    if model.config.recurrent is not None or not model.config.num_layers:
+        raise UserError("This model has no attention.")
+
+
+def attention_inputs(model: Model, text: str, target: str) -> tuple[list[int], list[int]]:
+    """Return the ids that the model reads of a text, and those of the decoder of an encoder-decoder."""
+    config, tokenizer = model.config, require_tokenizer(model)
+    if target and not isinstance(model, EncoderDecoder):
+        raise UserError("A target text is for encoder-decoders.")
     template = make_sequence_template(config, tokenizer.vocab)
     ids, target_ids = template.apply(tokenizer.encode(text))[0], []
     if isinstance(model, EncoderDecoder):
@@ -60,11 +103,16 @@ def compute_attention(
         ids = ids if config.architecture == "encoder" else [*template.prefix_ids, *tokenizer.encode(text)]
     if not ids:
         raise UserError("The text has no token.")
-    longest = max(len(ids), len(target_ids))
-    if (num := len(layers) * len(heads) * longest**2) > MAX_ATTENTION_WEIGHTS:
+    return ids, target_ids
+
+
+@torch.no_grad()
+def attend_to_text(model: Model, ids: list[int], target_ids: list[int], has_target: bool) -> AttendedText:
+    """Run the model over one text and keep the weights of all layers."""
+    config, longest = model.config, max(len(ids), len(target_ids))
+    if (num := config.num_layers * config.num_heads * longest**2) > MAX_COMPUTED_WEIGHTS:
         raise UserError(
-            f"{len(layers)} layers of {len(heads)} heads over {longest} tokens are {num:,} weights, more than "
-            f"{MAX_ATTENTION_WEIGHTS:,}. Shorten the text, or choose layers and heads."
+            f"{longest:,} tokens have {num:,} weights, more than {MAX_COMPUTED_WEIGHTS:,}. Shorten the text."
         )
     device = model.embed.tokens.weight.device
     with eval_mode(model):
@@ -75,20 +123,13 @@ def compute_attention(
                 output_attentions=True,
             )
             found = {"encoder": output.encoder_attentions}
-            if target:
+            if has_target:
                 found |= {"decoder": output.attentions, "cross": output.cross_attentions}
         else:
             output = model(torch.tensor([ids], device=device), output_attentions=True)
             found = {config.architecture: output.attentions}
-    selected = {
-        kind: np.stack([weights[i][0, heads].float().cpu().numpy() for i in layers if i < len(weights)])
-        for kind, weights in found.items()
-        if weights is not None  # a task head on the encoder has no decoder
-    }
-    tokens, target_tokens = (
-        [str(tokenizer.backend.id_to_token(i)) for i in row] for row in (ids, target_ids if target else ())
-    )
-    return AttentionWeights(tokens, target_tokens, layers, heads, selected)
+    # a task head on the encoder has no decoder
+    return AttendedText(ids, target_ids, {kind: weights for kind, weights in found.items() if weights is not None})
 
 
 def select_indices(noun: str, given: Sequence[int] | None, count: int) -> list[int]:

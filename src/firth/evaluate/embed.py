@@ -200,6 +200,12 @@ def check_layer(model: Model, layer: LayerChoice) -> None:
 
 def layer_hidden_states(model: Model, batch: Batch, layer: LayerChoice) -> Tensor:
     """(B, T, D): hidden states of one layer, or their mean over all layers."""
+    states = all_layer_hidden_states(model, batch)
+    return states[layer] if isinstance(layer, int) else torch.stack(states).mean(0)
+
+
+def all_layer_hidden_states(model: Model, batch: Batch) -> list[Tensor]:
+    """Return the hidden states (B, T, D) of each layer; 0 is the embedding. Of an encoder-decoder, the encoder's."""
     states: list[Tensor] = []
     if isinstance(model, EncoderDecoder):
         model.encoder(model.embed(batch.input_ids), batch.document_ids, all_hidden_states=states)
@@ -212,7 +218,7 @@ def layer_hidden_states(model: Model, batch: Batch, layer: LayerChoice) -> Tenso
         is_prompt = model.is_causal and model.config.has_bidirectional_prompt
         rank_BT = torch.zeros_like(batch.input_ids) if is_prompt else None
         model.stack(x_BTD, batch.document_ids, rank_BT, all_hidden_states=states, token_type_ids=batch.token_type_ids)
-    return states[layer] if isinstance(layer, int) else torch.stack(states).mean(0)
+    return states
 
 
 def evaluate_word_in_context(

@@ -56,6 +56,15 @@ class BeamState(NamedTuple):
         )
 
 
+class BeamStep(NamedTuple):
+    """One step of the search, for those who watch it: the candidates, and what became of them."""
+
+    candidates: BeamState  # (B, K)
+    parent: Tensor  # (B, K) the beam that a candidate extends
+    continued: Tensor  # (B, N) indices of the candidates that are the next beams
+    ended: Tensor  # (B, K) whether it ended, the length budget included
+
+
 def empty_beams(B: int, N: int, L: int, device: torch.device) -> BeamState:
     return BeamState(
         torch.full((B, N), MASKED_BEAM_SCORE, device=device),
@@ -71,8 +80,9 @@ def beam_search(
     logits_BV: Tensor,
     logits_processor: LogitsProcessor,
     stop_fn: Callable[[int, Sequence[int]], bool] | None,
+    on_step: Callable[[BeamStep], None] | None = None,
 ) -> list[list[BeamResult]]:
-    """Return the `num_return_sequences` best sequences of each prompt."""
+    """Return the `num_return_sequences` best sequences of each prompt; `on_step` is shown each step."""
     config, device, (B, V) = logits_processor.generation_config, logits_BV.device, logits_BV.shape
     N, budget_B1, penalty = config.num_beams, logits_processor.budget_B[:, None], config.length_penalty
     max_steps, K = int(budget_B1.max()), min(max(2, 1 + len(logits_processor.eos_ids)) * N, V)
@@ -97,6 +107,8 @@ def beam_search(
         running_score_BK = candidates.score + MASKED_BEAM_SCORE * ended_BK
         next_BN = running_score_BK.topk(N).indices
         running = candidates._replace(score=running_score_BK).gather(next_BN)
+        if on_step is not None:
+            on_step(BeamStep(candidates, parent_BK, next_BN, ended_BK))
 
         # finish: only the first N candidates may, the others exist to continue
         allowed_BK = ended_BK & open_B1 & (torch.arange(ended_BK.shape[1], device=device) < N)

@@ -7,7 +7,7 @@ from typing import Any
 
 from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
-from fastapi.responses import HTMLResponse, JSONResponse, RedirectResponse, Response
+from fastapi.responses import HTMLResponse, JSONResponse, Response
 from fastapi.routing import APIRoute
 from starlette.exceptions import HTTPException
 
@@ -18,6 +18,10 @@ from firth.serve import schemas
 from firth.serve.errors import ApiError, to_api_error
 from firth.serve.model_server import ClientGone, ModelServer
 from firth.serve.openai_routes import add_openai_routes
+from firth.serve.page_files import add_page
+from firth.serve.play_routes import add_play_routes
+from firth.serve.run_routes import add_run_routes
+from firth.serve.runs import RunsFolder
 from firth.serve.task_routes import add_task_routes
 
 API_VERSION = "1"
@@ -78,7 +82,11 @@ def make_app(server: ModelServer) -> FastAPI:
     app.add_exception_handler(ClientGone, lambda request, error: Response(status_code=499))
     add_openai_routes(app, server)
     add_task_routes(app, server)
+    add_play_routes(app, server)
+    if server.config.runs:
+        add_run_routes(app, server, RunsFolder(server.config.runs))
     add_pages(app, server)
+    add_page(app)
     list_model_names(app.openapi(), list(server.models))
     return app
 
@@ -86,7 +94,7 @@ def make_app(server: ModelServer) -> FastAPI:
 def list_model_names(openapi: dict[str, Any], names: Sequence[str]) -> None:
     """Let the OpenAPI document name the models that a request can ask. FastAPI keeps the document that it has made."""
     for name, schema in openapi["components"]["schemas"].items():
-        if name.endswith("Request"):
+        if name.endswith("Request") and "model" in schema["properties"]:
             field = schema["properties"]["model"]
             for part in field.get("anyOf", [field]):
                 if part["type"] == "string":
@@ -99,11 +107,7 @@ def add_pages(app: FastAPI, server: ModelServer) -> None:
     @app.get("/health", tags=["server"])
     async def health() -> schemas.Health:
         """Tell that the server answers. Needs no key."""
-        return schemas.Health(models=list(server.models))
-
-    @app.get("/", include_in_schema=False)
-    async def root() -> Response:
-        return RedirectResponse("/docs")
+        return schemas.Health(models=list(server.models), has_runs=bool(server.config.runs))
 
     @app.get("/docs", include_in_schema=False)
     async def docs() -> Response:

@@ -11,7 +11,7 @@ TASK_KINDS = {
     "/tag": ("tag",),
     "/answer": ("span-qa",),
 }
-LIMITS, BATCHES, ACCESS = "Limits", "Batches", "Access"
+LIMITS, BATCHES, ACCESS, PAGE = "Limits", "Batches", "Access", "Page"
 
 
 def setting(default: Any, help: str, topic: str, metavar: str = "", **bounds: float) -> Any:
@@ -35,6 +35,7 @@ class ServeConfig:
         ACCESS,
         "FILE",
     )
+    runs: str = setting("", "Show the training runs in this folder on the page, while they run.", PAGE, "DIR")
     access_log: bool = setting(False, "Print a line for each request.", ACCESS)
     max_batch_size: int = setting(32, "Compute at most this many texts together.", BATCHES, ge=1)
     batch_wait_ms: float = setting(

@@ -25,7 +25,8 @@ Send = Callable[[Message], Awaitable[None]]
 AsgiApp = Callable[[MutableMapping[str, Any], Receive, Send], Awaitable[None]]
 
 BODY_TIMEOUT_S = 10.0  # to receive a whole request
-OPEN_PATHS = ("/health",)  # need no key
+OPEN_PATHS = ("/", "/health")  # need no key
+OPEN_PREFIX = "/page/"  # nor do the files of the page, which asks for the key
 LOOPBACK_HOSTS = ("127.0.0.1", "localhost", "::1")
 MIN_KEY_CHARS = 8
 SECURITY_HEADERS = [(b"x-content-type-options", b"nosniff"), (b"cache-control", b"no-store")]
@@ -52,7 +53,7 @@ class Gate:
 
     def __init__(self, app: AsgiApp, config: ServeConfig, num_models: int, key_hashes: Sequence[bytes] = ()) -> None:
         self.app, self.config, self.key_hashes = app, config, key_hashes
-        self.max_requests = num_models * (config.max_queue + MAX_RUNNING_BATCHES * config.max_batch_size)
+        self.max_requests = max(num_models, 1) * (config.max_queue + MAX_RUNNING_BATCHES * config.max_batch_size)
         self.num_requests = 0
         self.is_stopping = False
 
@@ -83,7 +84,7 @@ class Gate:
             raise ApiError(400, "This server answers requests to localhost only.", "invalid_host")
         if self.is_stopping:
             raise stopping_error()
-        if self.key_hashes and path not in OPEN_PATHS:
+        if self.key_hashes and path not in OPEN_PATHS and not path.startswith(OPEN_PREFIX):
             self.check_key(headers.get(b"authorization", b""))
         if self.num_requests > self.max_requests:
             raise queue_full_error()

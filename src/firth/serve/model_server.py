@@ -49,6 +49,8 @@ class ModelServer:
                 message = f"There is no model {quote(name)}. {did_you_mean(name, self.models)}"
                 raise ApiError(404, message, "model_not_found", "model")
             return self.models[name]
+        if not self.models:
+            raise ApiError(400, "This server has no model: it shows runs only.", "no_model")
         able = [model for model in self.models.values() if is_able(model)]
         if len(self.models) == 1:
             return next(iter(self.models.values()))

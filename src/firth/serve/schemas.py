@@ -259,6 +259,12 @@ class ModelAnswer(Answer):
     max_length: int | None
     tasks: dict[str, str]
     has_chat_template: bool
+    abilities: list[str] = Field(description="generate, fill, attention.")
+    labels: dict[str, list[str]] = Field(description="Of each task.")
+    parameters: int
+    num_layers: int
+    tokenizer: str
+    vocab_size: int
 
 
 class ModelList(Answer):
@@ -438,12 +444,17 @@ class TokenizeAnswer(Answer):
     results: list[TokenizedText]
 
 
+Window = tuple[Annotated[Int, Field(ge=0, le=2**20)], Annotated[Int, Field(ge=0, le=2**20)]]
+
+
 class AttentionRequest(Request):
     model: ModelName = None
     text: Text
     target: str = Field(default="", description="What the decoder of an encoder-decoder reads.")
     layers: Annotated[list[Int], Field(min_length=1, max_length=1000)] | None = None
     heads: Annotated[list[Int], Field(min_length=1, max_length=1000)] | None = None
+    queries: Window | None = Field(default=None, description="First position and the one after the last.")
+    keys: Window | None = None
 
 
 class AttentionAnswer(Answer):
@@ -460,3 +471,4 @@ class AttentionAnswer(Answer):
 class Health(Answer):
     status: Literal["ok"] = "ok"
     models: list[str]
+    has_runs: bool = Field(description="Whether /runs lists training runs.")

@@ -10,7 +10,7 @@ import re
 import secrets
 import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -19,7 +19,7 @@ import numpy as np
 
 from firth.core.console import format_count
 from firth.core.errors import UserError, did_you_mean, quote
-from firth.evaluate.attention import AttentionWeights, compute_attention
+from firth.evaluate.attention import AttentionWeights, Range, compute_attention
 from firth.evaluate.embed import embed_texts
 from firth.evaluate.likelihood import resolve_max_length
 from firth.evaluate.predict import Predictor
@@ -136,6 +136,7 @@ class ServedModel:
                 Operation("fill", lambda jobs: compute_together(jobs, self.fill_batch)),
                 Operation("predict", lambda jobs: compute_together(jobs, self.predict_batch)),
                 Operation("attention", lambda jobs: compute_together(jobs, self.attend_batch)),
+                Operation("inspect", lambda jobs: compute_together(jobs, lambda jobs: [job.inputs() for job in jobs])),
             )
         }
 
@@ -173,8 +174,13 @@ class ServedModel:
         fills = config.architecture != "decoder" or config.has_sentinel_prompt or config.predicts_next_token
         return isinstance(config.head, LMHead) and fills
 
+    @property
+    def has_attention(self) -> bool:
+        return self.model.config.recurrent is None and self.model.config.num_layers > 0
+
     def describe(self) -> dict[str, Any]:
         """What `/v1/models` tells."""
+        abilities = {"generate": self.can_generate, "fill": self.can_fill, "attention": self.has_attention}
         return {
             "id": self.name,
             "object": "model",
@@ -185,6 +191,12 @@ class ServedModel:
             "max_length": self.model.config.max_length,
             "tasks": self.tasks,
             "has_chat_template": self.has_chat_template,
+            "abilities": [name for name, is_able in abilities.items() if is_able],
+            "labels": {name: list(predictor.task.labels) for name, predictor in self.predictors.items()},
+            "parameters": sum(p.numel() for p in self.model.parameters()),
+            "num_layers": self.model.config.num_layers,
+            "tokenizer": self.tokenizer.kind,
+            "vocab_size": self.tokenizer.vocab.size,
         }
 
     # --- requests
@@ -210,10 +222,11 @@ class ServedModel:
     ) -> Job:
         """`settings` are fields of `GenerationConfig`; without max_new_tokens, the default that still fits."""
         check_can_generate(self.model)
-        vocab_size = self.tokenizer.vocab.size
         for ids in prompts:
-            if not isinstance(ids, str) and not (ids and all(0 <= i < vocab_size for i in ids)):
-                raise ApiError(400, f"Token ids must be from 0 to {vocab_size - 1}.", "invalid_value", "prompt")
+            if not isinstance(ids, str):
+                self.check_token_ids(ids, "prompt")
+                if not ids:
+                    raise ApiError(400, "A prompt has no token.", "invalid_value", "prompt")
         if 0 < settings.get("temperature", 0) < MIN_TEMPERATURE:
             settings = {name: value for name, value in settings.items() if name not in SAMPLING_FIELDS}
         config = GenerationConfig(**{"max_new_tokens": default_new_tokens, **settings, "seed": 0})
@@ -297,10 +310,25 @@ class ServedModel:
         return task or suitable[0]
 
     def make_attention_job(
-        self, text: str, target: str, layers: Sequence[int] | None, heads: Sequence[int] | None
+        self,
+        text: str,
+        target: str,
+        layers: Sequence[int] | None,
+        heads: Sequence[int] | None,
+        queries: Range | None = None,
+        keys: Range | None = None,
     ) -> Job:
         self.check_input_tokens(sum(len(ids) for ids in self.tokenizer.encode_batch([text, target])))
-        return Job(self.operations["attention"], None, (text, target, layers, heads))
+        return Job(self.operations["attention"], None, (text, target, layers, heads, queries, keys))
+
+    def make_inspection_job(self, compute: Callable[[], Any]) -> Job:
+        """`compute` runs in the computing thread, one job at a time."""
+        return Job(self.operations["inspect"], None, compute)
+
+    def check_token_ids(self, ids: Sequence[int], param: str) -> None:
+        vocab_size = self.tokenizer.vocab.size
+        if not all(0 <= i < vocab_size for i in ids):
+            raise ApiError(400, f"Token ids must be from 0 to {vocab_size - 1}.", "invalid_value", param)
 
     def check_input_tokens(self, count: int) -> None:
         if count > self.config.max_input_tokens:

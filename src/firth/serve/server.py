@@ -43,6 +43,10 @@ def serve(checkpoints: Sequence[str], config: ServeConfig) -> None:
     from firth.serve.model_server import ModelServer
     from firth.serve.served_model import ServedModel, name_checkpoints
 
+    if not checkpoints and not config.runs:
+        raise UserError(
+            "Nothing to serve: name a checkpoint (firth serve run/final), or a folder of runs (--runs runs)."
+        )
     named = name_checkpoints(checkpoints)
     key_hashes = read_api_keys(config.api_key_file) if config.api_key_file else []
     if config.api_key_file and Path(config.api_key_file).stat().st_mode & (stat.S_IRGRP | stat.S_IROTH):
@@ -95,7 +99,7 @@ def announce(listener: socket.socket, has_key: bool) -> None:
     is_local = ipaddress.ip_address(host).is_loopback
     reach = "only this machine reaches it; --host opens it to others" if is_local else "others can reach it"
     shown = f"[{host}]" if ":" in host else host
-    say(f"Serving on http://{shown}:{port} ({reach}). The API is described at /docs. Ctrl-C ends.")
+    say(f"Serving on http://{shown}:{port} ({reach}). Open it in a browser; the API is at /docs. Ctrl-C ends.")
     if not is_local and not has_key:
         warn("No key is needed: anyone who reaches this address can use the models. Set --api-key-file.")
 

@@ -49,7 +49,8 @@ def add_task_routes(app: FastAPI, server: ModelServer) -> None:
                 make_job,
                 lambda piece: {"index": piece.choice, "text": piece.text},
                 lambda choices: [
-                    {"index": i, "text": "", "finished": choice.sequence.finished} for i, choice in enumerate(choices)
+                    {"index": i, "text": "", "finished": choice.sequence.finished, "tokens": choice.sequence.tokens}
+                    for i, choice in enumerate(choices)
                 ],
             )
         choices: list[Choice] = await server.result(request, model, make_job)
@@ -127,9 +128,11 @@ def add_task_routes(app: FastAPI, server: ModelServer) -> None:
     @app.post("/attention", tags=tags, response_model=schemas.AttentionAnswer)
     async def attention(body: schemas.AttentionRequest, request: Request) -> Response:
         """Return the attention weights of a text, by layer and head."""
-        model = server.find(body.model, lambda model: model.model.config.recurrent is None)
+        model = server.find(body.model, lambda model: model.has_attention)
         found = await server.result(
-            request, model, lambda: model.make_attention_job(body.text, body.target, body.layers, body.heads)
+            request,
+            model,
+            lambda: model.make_attention_job(body.text, body.target, body.layers, body.heads, body.queries, body.keys),
         )
         answer = {
             "model": model.name,

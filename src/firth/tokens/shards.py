@@ -67,14 +67,20 @@ TOKEN_BIT_FILES = {"word_start": "words", "sentence_end": "sentences", "salient"
 class Shards:
     """One part of a shards folder, memory-mapped: tokens stay on disk until they are read."""
 
+    stores_arrays = True  # arrays that are computed from it are stored beside it
+
     def __init__(self, folder: str | Path) -> None:
         self.folder = Path(folder)
         self.offsets: np.ndarray = np.load(self.folder / "offsets.npy", mmap_mode="r")
         size = (self.folder / "tokens.bin").stat().st_size
         dtype = np.uint16 if size == 2 * self.num_tokens else np.uint32
-        self._tokens = np.memmap(self.folder / "tokens.bin", dtype=dtype, mode="r", shape=(self.num_tokens,))
+        self._tokens: np.ndarray = np.memmap(
+            self.folder / "tokens.bin", dtype=dtype, mode="r", shape=(self.num_tokens,)
+        )
         files = {bit: self.folder / f"{name}.bin" for bit, name in TOKEN_BIT_FILES.items()}
-        self._packed_bits = {bit: np.memmap(f, dtype=np.uint8, mode="r") for bit, f in files.items() if f.is_file()}
+        self._packed_bits: dict[str, np.ndarray] = {
+            bit: np.memmap(f, dtype=np.uint8, mode="r") for bit, f in files.items() if f.is_file()
+        }
         self._mapped_files: dict[Path, os.stat_result] = {}
         self.watch_files(
             [self.folder / "offsets.npy", self.folder / "tokens.bin", *filter(Path.is_file, files.values())]
@@ -375,6 +381,8 @@ def load_or_compute_arrays(
     shards: Shards, name: str, array_type: type[ArraysT], compute: Callable[[], ArraysT]
 ) -> ArraysT:
     """Memory-map the arrays in the folder `name` beside a part of shards; compute and store them if it is not whole."""
+    if not shards.stores_arrays:
+        return compute()
     folder = shards.folder / name
     files = [folder / f"{field}.npy" for field in array_type._fields]
     if find_corruption(folder) is None and all(map(Path.is_file, files)):

@@ -1,0 +1,70 @@
+"""Which tokens a prediction rests on: gradient times input.
+
+The logit f of the predicted class is a function of the token embeddings x_i. Its first-order change when x_i shrinks to
+nothing is -df/dx_i . x_i, so the *salience* df/dx_i . x_i (Shrikumar et al. 2017, "Not Just a Black Box", section 3) is
+positive where a token speaks for the class, and negative where it speaks against. It costs one forward and one backward
+pass. It is a local, linear account: two tokens that replace each other may both have little.
+
+B rows, T positions, E embedding width.
+"""
+
+from __future__ import annotations
+
+from copy import copy
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from firth.core.errors import UserError
+from firth.evaluate.predict import Predictor
+from firth.evaluate.predict_input import TaskInput
+from firth.generate.decode_state import eval_mode
+from firth.tasks.classify import ClassificationTask
+from firth.tasks.regress import RegressionTask
+
+
+class Salience(NamedTuple):
+    """Tokens as the model reads them, the salience of each, and the logit that it belongs to."""
+
+    token_ids: list[int]
+    values: list[float]
+    logit: float
+    label: str  # "" for a score
+
+
+def salience_of_input(predictor: Predictor, task_input: TaskInput, label: str | None = None) -> Salience:
+    """Return the salience of each token for a class (default: the likeliest), or for the score of a regression."""
+    task = predictor.task
+    if not isinstance(task, ClassificationTask | RegressionTask) or task.sequences_per_label > 1:
+        raise UserError(f"Salience is for labels and scores of a text or a pair, not for the task {task.name}.")
+    if label is not None and label not in task.labels:
+        raise UserError(f"There is no label {label!r}. Known: {', '.join(task.labels) or 'none'}.")
+    task = copy(task)
+    task.has_short_rows = True
+    items = task.encode(predictor.split_long_text(task_input.example)[:1])
+    batch = task.collate(items)
+    embedded: list[Tensor] = []
+
+    def watch(module: Any, inputs: Any, output: Tensor) -> Tensor:
+        embedded.append(output.detach().requires_grad_(True))
+        return embedded[-1]
+
+    model = predictor.model
+    handle = model.embed.tokens.register_forward_hook(watch)
+    try:
+        with eval_mode(model), torch.enable_grad():
+            logits = model.logits(batch.to(predictor.compute.device)).float()
+            logits_C = logits.flatten(0, 1)[task.pack_items(items).label_slots[0]].reshape(-1)
+            index = task.labels.index(label) if label is not None else int(logits_C.argmax())
+            logit = logits_C[index]
+            gradients = torch.autograd.grad(logit, embedded, allow_unused=True)
+    finally:
+        handle.remove()
+    num_tokens = items[0].num_tokens
+    values = torch.zeros(num_tokens)
+    for x_BTE, gradient_BTE in zip(embedded, gradients, strict=True):
+        if gradient_BTE is not None:  # an encoder-decoder embeds the text twice
+            values += (x_BTE * gradient_BTE).sum(-1)[0, :num_tokens].detach().float().cpu()
+    shown = task.labels[index] if task.labels else ""
+    return Salience([int(i) for i in batch.input_ids[0][:num_tokens]], values.tolist(), float(logit.detach()), shown)

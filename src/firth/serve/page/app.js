@@ -1,0 +1,104 @@
+// The page: which models are shown, which tab is open, light or dark.
+
+import { get } from "/page/api.js";
+import { el, shortCount } from "/page/dom.js";
+import * as attention from "/page/attention.js";
+import * as fill from "/page/fill.js";
+import * as runs from "/page/runs.js";
+import * as tasks from "/page/tasks.js";
+import * as tokens from "/page/tokens.js";
+import * as vectors from "/page/vectors.js";
+import * as write from "/page/write.js";
+
+const TABS = [write, fill, attention, vectors, tokens, tasks, runs];
+const MAX_SHOWN = 3; // models that are shown at first
+const panel = document.getElementById("panel");
+const state = { models: [], shown: new Set(), tab: null, hasRuns: false };
+let close = null; // what the open tab has to stop
+
+const THEMES = ["auto", "light", "dark"];
+const themeButton = document.getElementById("theme");
+function setTheme(theme) {
+  if (theme === "auto") delete document.documentElement.dataset.theme;
+  else document.documentElement.dataset.theme = theme;
+  themeButton.textContent = `Theme: ${theme}`;
+  localStorage.setItem("firth-theme", theme);
+}
+themeButton.addEventListener("click", () => {
+  const now = localStorage.getItem("firth-theme") ?? "auto";
+  setTheme(THEMES[(THEMES.indexOf(now) + 1) % THEMES.length]);
+  draw();
+});
+setTheme(localStorage.getItem("firth-theme") ?? "auto");
+matchMedia("(prefers-color-scheme: dark)").addEventListener("change", () => draw());
+
+function drawModels() {
+  const box = document.getElementById("models");
+  box.replaceChildren(...state.models.map((model) => el("button", {
+    type: "button", class: "model-button", "aria-pressed": String(state.shown.has(model.id)),
+    title: "Show or hide this model",
+    on: { click: () => {
+      if (state.shown.has(model.id)) state.shown.delete(model.id);
+      else state.shown.add(model.id);
+      drawModels();
+      draw();
+    } },
+  }, model.id, el("small", { text: `${model.family} ${model.architecture}, ${shortCount(model.parameters)}` }))));
+}
+
+function drawTabs() {
+  const list = document.getElementById("tabs");
+  list.replaceChildren(...TABS.filter((tab) => tab !== runs || state.hasRuns).map((tab) => el("button", {
+    type: "button", role: "tab", id: `tab-${tab.name}`, "aria-selected": String(tab === state.tab), "aria-controls": "panel",
+    tabindex: tab === state.tab ? "0" : "-1", text: tab.title, on: { click: () => select(tab) },
+  })));
+}
+
+document.getElementById("tabs").addEventListener("keydown", (event) => {
+  const buttons = [...event.currentTarget.querySelectorAll("[role=tab]")];
+  const at = buttons.indexOf(document.activeElement);
+  const next = { ArrowRight: at + 1, ArrowLeft: at - 1, Home: 0, End: buttons.length - 1 }[event.key];
+  if (next === undefined) return;
+  const target = buttons[(next + buttons.length) % buttons.length];
+  event.preventDefault();
+  target.click();
+  document.getElementById(target.id).focus();
+});
+
+function select(tab) {
+  state.tab = tab;
+  if (location.hash !== `#${tab.name}`) history.replaceState(null, "", `#${tab.name}`);
+  drawTabs();
+  draw();
+}
+
+function draw() {
+  if (!state.tab) return;
+  close?.();
+  panel.setAttribute("role", "tabpanel");
+  panel.setAttribute("aria-labelledby", `tab-${state.tab.name}`);
+  const shown = state.models.filter((model) => state.shown.has(model.id));
+  close = state.tab.draw(panel, shown, state) ?? null;
+}
+
+window.addEventListener("hashchange", () => {
+  const tab = TABS.find((t) => `#${t.name}` === location.hash);
+  if (tab && tab !== state.tab) select(tab);
+});
+
+async function start() {
+  try {
+    state.models = (await get("/v1/models")).data;
+    state.hasRuns = (await get("/health")).has_runs;
+  } catch (error) {
+    panel.replaceChildren(el("p", { class: "error", role: "alert", text: error.message }));
+    return;
+  }
+  state.models.slice(0, MAX_SHOWN).forEach((model) => state.shown.add(model.id));
+  drawModels();
+  const wanted = TABS.find((tab) => `#${tab.name}` === location.hash && (tab !== runs || state.hasRuns));
+  const able = (ability) => state.models.some((model) => model.abilities.includes(ability));
+  select(wanted ?? (!state.models.length ? runs : able("generate") ? write : able("fill") ? fill : tokens));
+}
+
+start();

@@ -1,0 +1,215 @@
+// Attention: every head as a small picture with a name, one enlarged as a matrix and as arcs, masks, layers by numbers.
+
+import { post } from "/page/api.js";
+import { button, card, decodeCells, maskFigure, paintCells, segments, show, textArea } from "/page/components.js";
+import { lineChart } from "/page/chart.js";
+import { choose, debounce, el, percent, svg } from "/page/dom.js";
+
+export const name = "attention";
+export const title = "Attention";
+
+const WINDOW = 40; // tokens that are enlarged at once
+const state = { text: "The cat sat on the mat because the cat was tired.", target: "", view: "arcs" };
+const picked = new Map(); // model id -> {kind, layer, head, start}
+
+const clean = (token) => token.replace(/^[Ġ▁]/, "").replace(/^##/, "").replace(/<\/w>$/, "") || token;
+
+export function draw(panel, shown, page) {
+  const models = choose(shown, page, (model) => model.abilities.includes("attention"));
+  const views = models.map((model) => new View(model));
+  const refresh = debounce(() => views.forEach((view) => view.fetch()), 400);
+  const needsTarget = models.some((model) => model.architecture === "encoder-decoder");
+  panel.replaceChildren(
+    el("p", { class: "lead", text: "Rows of a picture are queries, columns are keys; dark is much weight. Choose a head to enlarge it. Names say what a head does on this text." }),
+    textArea("Text", state.text, (value) => { state.text = value; refresh(); }, 2).box,
+    needsTarget ? textArea("What the decoder reads (encoder-decoders)", state.target, (value) => { state.target = value; refresh(); }, 1).box : "",
+    models.length ? el("div", { class: "columns wide" }, views.map((view) => view.box)) : el("p", { text: "None of these models has attention." }),
+  );
+  views.forEach((view) => view.fetch());
+}
+
+class View {
+  constructor(model) {
+    this.model = model;
+    if (!picked.has(model.id)) picked.set(model.id, { kind: null, layer: 0, head: 0, start: 0, keyStart: 0 });
+    this.at = picked.get(model.id);
+    this.body = el("div");
+    this.box = card(model.id, `${model.family}, ${model.num_layers} layers`, this.body);
+  }
+
+  fetch() {
+    show(this.body, async () => {
+      const target = this.model.architecture === "encoder-decoder" ? state.target : "";
+      this.found = await post("/attention/heads", { model: this.model.id, text: state.text, target, max_cells: 24 }, `heads-${this.model.id}`);
+      if (!this.found.kinds[this.at.kind]) this.at.kind = Object.keys(this.found.kinds)[0];
+      return this.make();
+    });
+  }
+
+  make() {
+    const kinds = Object.keys(this.found.kinds);
+    const kind = this.found.kinds[this.at.kind];
+    this.at.layer = Math.min(this.at.layer, kind.heads.length - 1);
+    this.at.head = Math.min(this.at.head, kind.heads[0].length - 1);
+    const cells = decodeCells(kind.pictures);
+    const size = kind.rows * kind.columns;
+    this.buttons = new Map();
+    const grid = el("table", { class: "heads" },
+      el("thead", {}, el("tr", {}, el("th", { text: "layer" }), kind.heads[0].map((_, h) => el("th", { scope: "col", text: `${h}` })))),
+      el("tbody", {}, kind.heads.map((layer, l) => el("tr", {}, el("th", { scope: "row", text: `${l}` }), layer.map((head, h) => {
+        const canvas = el("canvas");
+        const first = (l * kind.heads[0].length + h) * size;
+        paintCells(canvas, Array.from(cells.subarray(first, first + size), (v) => v / 255), kind.rows, kind.columns);
+        const label = `layer ${l}, head ${h}${head.name ? `: ${head.name}` : ""}`;
+        const pressed = l === this.at.layer && h === this.at.head;
+        const thumb = el("button", { type: "button", class: "head", "aria-label": label, "aria-pressed": String(pressed), title: `${label}\nentropy ${head.entropy.toFixed(2)} nats${head.distance === null ? "" : `, distance ${head.distance.toFixed(1)}`}`, on: { click: () => this.pick(l, h) } }, canvas);
+        this.buttons.set(`${l}-${h}`, thumb);
+        return el("td", {}, thumb, head.name ? el("span", { class: "head-name", text: head.name }) : null);
+      })))));
+    grid.addEventListener("keydown", (event) => {
+      const [dl, dh] = { ArrowDown: [1, 0], ArrowUp: [-1, 0], ArrowRight: [0, 1], ArrowLeft: [0, -1] }[event.key] ?? [0, 0];
+      const next = this.buttons.get(`${this.at.layer + dl}-${this.at.head + dh}`);
+      if ((dl || dh) && next) { event.preventDefault(); next.click(); next.focus(); }
+    });
+    this.large = el("div");
+    const parts = [
+      kinds.length > 1 ? segments("Kind of attention", kinds.map((k) => [k, k]), this.at.kind, (k) => { this.at.kind = k; this.body.replaceChildren(...this.make().filter(Boolean)); }) : null,
+      el("div", { class: "figures" }, el("div", { class: "scroll" }, grid), el("div", { class: "figures" }, kind.masks.map((mask) => maskFigure(mask, 92)))),
+      this.large,
+      el("details", { open: true }, el("summary", { text: "Layers by entropy and distance" }), this.layerChart(kind)),
+    ];
+    this.enlarge();
+    return parts;
+  }
+
+  layerChart(kind) {
+    const mean = (values) => values.reduce((a, b) => a + b, 0) / values.length;
+    const entropy = kind.heads.map((layer, l) => [l, mean(layer.map((head) => head.entropy))]);
+    const hasDistance = kind.heads[0][0].distance !== null;
+    const distance = hasDistance ? kind.heads.map((layer, l) => [l, mean(layer.map((head) => head.distance))]) : [];
+    return lineChart({
+      series: [{ name: "entropy (nats)", points: entropy, colour: "var(--c0)", dots: true }, { name: "distance (tokens)", points: distance, colour: "var(--c1)", dots: true }],
+      xLabel: "layer", yLabel: "mean over heads", height: 180, width: 520, wholeSteps: true, label: `Entropy and distance of the layers of ${this.model.id}`,
+    });
+  }
+
+  pick(layer, head) {
+    this.buttons.get(`${this.at.layer}-${this.at.head}`)?.setAttribute("aria-pressed", "false");
+    Object.assign(this.at, { layer, head });
+    this.buttons.get(`${layer}-${head}`).setAttribute("aria-pressed", "true");
+    this.enlarge();
+  }
+
+  sides() {
+    const { tokens, target_tokens: target } = this.found;
+    const { kind } = this.at;
+    const isSeq2seq = this.model.architecture === "encoder-decoder";
+    return { queries: isSeq2seq && kind !== "encoder" ? target : tokens, keys: isSeq2seq && kind === "decoder" ? target : tokens };
+  }
+
+  enlarge() {
+    const { queries, keys } = this.sides();
+    const { kind, layer, head } = this.at;
+    this.at.start = Math.min(this.at.start, Math.max(0, queries.length - 1));
+    this.at.keyStart = Math.min(this.at.keyStart, Math.max(0, keys.length - 1));
+    show(this.large, async () => {
+      const q = [this.at.start, Math.min(this.at.start + WINDOW, queries.length)];
+      const k = [this.at.keyStart, Math.min(this.at.keyStart + WINDOW, keys.length)];
+      const target = this.model.architecture === "encoder-decoder" ? state.target : "";
+      const found = await post("/attention", { model: this.model.id, text: state.text, target, layers: [layer], heads: [head], queries: q, keys: k }, `head-${this.model.id}`);
+      const weights = found.weights[kind][0][0];
+      const summary = this.found.kinds[kind].heads[layer][head];
+      const picture = { rowNames: queries.slice(...q).map(clean), columnNames: keys.slice(...k).map(clean), weights, offset: [q[0], k[0]] };
+      const holder = el("div");
+      const drawPicture = () => holder.replaceChildren(state.view === "matrix" ? drawMatrix(picture) : drawArcs(picture));
+      drawPicture();
+      return [
+        el("h3", { text: `Layer ${layer}, head ${head}${summary.name ? `: ${summary.name} (${percent(summary.share)})` : ""}` }),
+        el("div", { class: "controls" },
+          segments("View of the head", [["arcs", "Arcs"], ["matrix", "Matrix"]], state.view, (v) => { state.view = v; drawPicture(); }),
+          this.windowControls("queries", queries.length, "start"), this.windowControls("keys", keys.length, "keyStart")),
+        holder,
+      ];
+    });
+  }
+
+  // A long text is read by windows of its queries and keys.
+  windowControls(label, length, field) {
+    if (length <= WINDOW) return null;
+    const move = (by) => { this.at[field] = Math.min(Math.max(0, this.at[field] + by), length - WINDOW); if (field === "start") this.at.keyStart = Math.min(this.at.start, Math.max(0, this.sides().keys.length - WINDOW)); this.enlarge(); };
+    return el("div", { class: "buttons" }, el("span", { class: "note", text: `${label} ${this.at[field]}–${Math.min(this.at[field] + WINDOW, length) - 1} of ${length}` }),
+      button("◀", () => move(-WINDOW / 2), { "aria-label": `earlier ${label}`, disabled: this.at[field] === 0 }),
+      button("▶", () => move(WINDOW / 2), { "aria-label": `later ${label}`, disabled: this.at[field] + WINDOW >= length }));
+  }
+}
+
+function drawMatrix({ rowNames, columnNames, weights, offset }) {
+  const cell = Math.max(9, Math.min(22, Math.floor(460 / Math.max(columnNames.length, 1))));
+  const side = Math.min(110, 14 + 7 * Math.max(...rowNames.map((n) => n.length)));
+  const head = Math.min(110, 14 + 7 * Math.max(...columnNames.map((n) => n.length)));
+  const canvas = el("canvas", { class: "matrix", style: { width: `${cell * columnNames.length}px`, height: `${cell * rowNames.length}px` } });
+  paintCells(canvas, weights.flat(), rowNames.length, columnNames.length);
+  const [width, height] = [side + cell * columnNames.length + 2, head + cell * rowNames.length + 2];
+  const cut = (text) => (text.length > 14 ? `${text.slice(0, 13)}…` : text);
+  const labels = svg("svg", { width, height, role: "img", "aria-label": `Matrix of ${rowNames.length} queries and ${columnNames.length} keys`, tabindex: 0, style: { position: "absolute", inset: "0", "max-width": "none" } },
+    rowNames.map((name, i) => svg("text", { x: side - 5, y: head + cell * (i + 0.5) + 4, "text-anchor": "end", "font-size": Math.min(12, cell + 1), class: "mono", text: cut(name) })),
+    columnNames.map((name, j) => svg("text", { "font-size": Math.min(12, cell + 1), class: "mono", transform: `translate(${side + cell * (j + 0.5) + 4} ${head - 5}) rotate(-90)`, text: cut(name) })));
+  const frame = svg("rect", { width: cell, height: cell, fill: "none", stroke: "var(--c1)", "stroke-width": 2, visibility: "hidden" });
+  labels.append(frame);
+  canvas.style.setProperty("position", "absolute");
+  canvas.style.setProperty("left", `${side}px`);
+  canvas.style.setProperty("top", `${head}px`);
+  const readout = el("div", { class: "readout", "aria-live": "polite" });
+  let [row, column] = [0, 0];
+  const point = (r, c) => {
+    if (!(r >= 0 && r < rowNames.length && c >= 0 && c < columnNames.length)) return;
+    [row, column] = [r, c];
+    frame.setAttribute("x", side + c * cell);
+    frame.setAttribute("y", head + r * cell);
+    frame.setAttribute("visibility", "visible");
+    readout.textContent = `${rowNames[r]} (${offset[0] + r}) → ${columnNames[c]} (${offset[1] + c}): ${percent(weights[r][c])}`;
+  };
+  labels.addEventListener("pointermove", (event) => {
+    const box = labels.getBoundingClientRect();
+    point(Math.floor((event.clientY - box.top - head) / cell), Math.floor((event.clientX - box.left - side) / cell));
+  });
+  labels.addEventListener("keydown", (event) => {
+    const [dr, dc] = { ArrowDown: [1, 0], ArrowUp: [-1, 0], ArrowRight: [0, 1], ArrowLeft: [0, -1] }[event.key] ?? [0, 0];
+    if (dr || dc) { event.preventDefault(); point(row + dr, column + dc); }
+  });
+  return el("div", {}, el("div", { class: "scroll" }, el("div", { style: { position: "relative", width: `${width}px`, height: `${height}px` } }, canvas, labels)), readout);
+}
+
+// Queries on the left, keys on the right, a line for each weight; a token shows only its own.
+function drawArcs({ rowNames, columnNames, weights, offset }) {
+  const dy = 20;
+  const rows = Math.max(rowNames.length, columnNames.length);
+  const height = rows * dy + 10;
+  const x0 = 24 + 7.6 * Math.min(16, Math.max(...rowNames.map((name) => name.length)));
+  const x1 = x0 + 150;
+  const width = x1 + 24 + 7.6 * Math.min(16, Math.max(...columnNames.map((name) => name.length)));
+  const Y = (i) => 5 + (i + 0.5) * dy;
+  const lines = svg("g", {});
+  const chart = svg("svg", { viewBox: `0 0 ${width} ${height}`, width, height, role: "group", "aria-label": `Arcs from ${rowNames.length} queries to ${columnNames.length} keys` });
+  const readout = el("div", { class: "readout", "aria-live": "polite" });
+  const cut = (text) => (text.length > 16 ? `${text.slice(0, 15)}…` : text);
+  function drawLines(row) {
+    lines.replaceChildren();
+    weights.forEach((own, i) => own.forEach((w, j) => {
+      if (w < 0.02 || (row !== null && row !== i)) return;
+      lines.append(svg("path", { d: `M${x0} ${Y(i)}C${x0 + 50} ${Y(i)} ${x1 - 50} ${Y(j)} ${x1} ${Y(j)}`, fill: "none", stroke: "var(--accent)", "stroke-width": 0.6 + 4 * w, "stroke-opacity": row === null ? 0.12 + 0.75 * w : 0.25 + 0.75 * w }));
+    }));
+    if (row === null) { readout.textContent = "Point at a token on the left to see where it looks."; return; }
+    const best = weights[row].map((w, j) => [w, j]).sort((a, b) => b[0] - a[0]).slice(0, 4);
+    readout.textContent = `${rowNames[row]} (${offset[0] + row}) → ${best.map(([w, j]) => `${columnNames[j]} ${percent(w)}`).join(", ")}`;
+  }
+  let held = null;
+  chart.append(lines,
+    ...rowNames.map((name, i) => svg("text", { class: "arc-token mono", x: x0 - 6, y: Y(i) + 4, "text-anchor": "end", "font-size": 12.5, tabindex: 0, role: "button", "aria-label": `Query ${name}`, text: cut(name), on: {
+      pointerenter: () => drawLines(i), pointerleave: () => drawLines(held), focus: () => drawLines(i), blur: () => drawLines(held),
+      click: () => { held = held === i ? null : i; drawLines(held); },
+    } })),
+    ...columnNames.map((name, j) => svg("text", { class: "mono", x: x1 + 6, y: Y(j) + 4, "font-size": 12.5, text: cut(name) })));
+  drawLines(null);
+  return el("div", {}, el("div", { class: "scroll" }, chart), readout);
+}

@@ -1,0 +1,156 @@
+// What all tabs are made of: fields, sliders, bars, chips, canvases.
+
+import { count, el, newId, percent, tokenName } from "/page/dom.js";
+
+export function field(label, input) {
+  return el("label", { class: "field" }, el("span", { text: label }), input);
+}
+
+export function textArea(label, value, onInput, rows = 3) {
+  const area = el("textarea", { rows, value, spellcheck: "false", on: { input: () => onInput(area.value) } });
+  return { box: field(label, area), area };
+}
+
+export function slider(label, { min, max, step, value, format = String, onInput }) {
+  const output = el("output", { text: format(value) });
+  const input = el("input", { type: "range", min, max, step, "aria-label": label, on: { input: () => { output.textContent = format(Number(input.value)); onInput(Number(input.value)); } } });
+  input.value = value;
+  return el("label", { class: "slider" }, el("span", {}, label, output), input);
+}
+
+export function choice(label, options, value, onChange) {
+  const select = el("select", { on: { change: () => onChange(select.value) } }, options.map(([key, text]) => el("option", { value: key, text })));
+  select.value = value;
+  return el("label", {}, el("span", { class: "group-label", text: label }), select);
+}
+
+// A group of buttons of which one is pressed.
+export function segments(label, options, value, onChange) {
+  const buttons = options.map(([key, text]) => el("button", { type: "button", "aria-pressed": String(key === value), text, on: { click: () => {
+    buttons.forEach((button, i) => button.setAttribute("aria-pressed", String(options[i][0] === key)));
+    onChange(key);
+  } } }));
+  return el("div", { class: "buttons", role: "group", "aria-label": label }, buttons);
+}
+
+export const button = (text, onClick, properties) => el("button", { type: "button", text, ...properties, on: { click: onClick } });
+
+export function card(title, note, ...children) {
+  const id = newId("card");
+  return el("section", { class: "card", "aria-labelledby": id },
+    el("header", {}, el("h3", { id, text: title }), note ? el("span", { class: "note" }, note) : null), ...children);
+}
+
+export function facts(pairs) {
+  return el("dl", { class: "facts" }, pairs.map(([name, value]) => el("div", {}, el("dt", { text: name }), el("dd", { text: value }))));
+}
+
+export function table(columns, rows, caption) {
+  const isNumber = columns.map((_, i) => rows.length > 0 && rows.every((row) => typeof row[i] === "number"));
+  const show = (value) => (typeof value === "number" && !Number.isInteger(value) ? value.toPrecision(4) : typeof value === "number" ? count(value) : value);
+  return el("div", { class: "scroll" }, el("table", {}, caption ? el("caption", { class: "note", text: caption }) : null,
+    el("thead", {}, el("tr", {}, columns.map((name, i) => el("th", { scope: "col", class: isNumber[i] ? "number" : null, text: name })))),
+    el("tbody", {}, rows.map((row) => el("tr", {}, row.map((value, i) => (value instanceof Node ? el("td", {}, value) : el("td", { class: isNumber[i] ? "number" : null, text: show(value) }))))))));
+}
+
+// Bars: items {name, p, ghost?, cut?, rest?, best?, label?}. With onPick each is a button; arrow keys move between them.
+export function bars(items, { onPick = null, label = "Probabilities", max = null } = {}) {
+  const top = max ?? Math.max(1e-9, ...items.filter((item) => !item.rest).map((item) => Math.max(item.p, item.ghost ?? 0)));
+  const list = el("ul", { class: "bars", "aria-label": label });
+  items.forEach((item, index) => {
+    const classes = ["bar", item.cut && "cut", item.rest && "rest", item.best && "best"].filter(Boolean).join(" ");
+    const inside = [
+      el("span", { class: "name" }, item.rest ? item.name : tokenName(item.name)),
+      el("span", { class: "track", "aria-hidden": "true" },
+        el("span", { class: "fill", style: { width: `${Math.min(100, (100 * item.p) / top)}%`, ...(item.colour ? { background: item.colour } : {}) } }),
+        item.ghost === undefined ? null : el("span", { class: "ghost", style: { width: `${(100 * item.ghost) / top}%` } })),
+      el("span", { class: "value", text: item.label ?? percent(item.p) }),
+    ];
+    const pickable = onPick && !item.rest;
+    const name = `${item.name.trim() || JSON.stringify(item.name)}, ${item.label ?? percent(item.p)}`;
+    const bar = pickable
+      ? el("button", { type: "button", class: classes, title: item.title, "aria-label": name, on: { click: () => onPick(item, index) } }, inside)
+      : el("div", { class: classes, title: item.title }, inside);
+    list.append(el("li", {}, bar));
+  });
+  list.addEventListener("keydown", (event) => {
+    const step = { ArrowDown: 1, ArrowUp: -1 }[event.key];
+    if (!step) return;
+    const buttons = [...list.querySelectorAll("button")];
+    const next = buttons[buttons.indexOf(document.activeElement) + step];
+    if (next) { next.focus(); event.preventDefault(); }
+  });
+  return list;
+}
+
+// Chips: tokens in colours that change with each word or token.
+export function chip(text, colour, properties, ...children) {
+  const { class: extra, ...rest } = properties ?? {};
+  const shown = text.replaceAll("\n", "↵\n").replaceAll("\t", "⇥");
+  return el("span", { ...rest, class: ["chip", colour === null ? null : `t${colour % 6}`, extra].filter(Boolean).join(" ") }, shown, ...children);
+}
+
+export function legend(entries) {
+  return el("ul", { class: "legend" }, entries.map(([colour, text]) => el("li", {}, el("span", { class: "swatch", style: { background: colour } }), text)));
+}
+
+export const cssColour = (name) => getComputedStyle(document.documentElement).getPropertyValue(name).trim();
+
+function parseColour(name) {
+  const hex = cssColour(name).replace("#", "");
+  return [0, 2, 4].map((i) => parseInt(hex.slice(i, i + 2), 16));
+}
+
+// Draw values in [0, 1], row by row, as one pixel each: from the page's colour to the accent.
+export function paintCells(canvas, values, rows, columns, gamma = 0.6) {
+  canvas.width = Math.max(columns, 1);
+  canvas.height = Math.max(rows, 1);
+  const low = parseColour("--raised");
+  const high = parseColour("--accent");
+  const image = new ImageData(canvas.width, canvas.height);
+  for (let i = 0; i < rows * columns; i++) {
+    const share = Math.min(1, Math.max(0, values[i])) ** gamma;
+    for (let c = 0; c < 3; c++) image.data[4 * i + c] = low[c] + (high[c] - low[c]) * share;
+    image.data[4 * i + 3] = 255;
+  }
+  canvas.getContext("2d").putImageData(image, 0, 0);
+}
+
+export function decodeCells(text) {
+  const binary = atob(text);
+  const cells = new Uint8Array(binary.length);
+  for (let i = 0; i < binary.length; i++) cells[i] = binary.charCodeAt(i);
+  return cells;
+}
+
+// The picture of an attention mask, with its name below.
+export function maskFigure(mask, size = 110) {
+  const canvas = el("canvas", { class: "matrix", role: "img", "aria-label": `attention mask: ${mask.name}`, style: { width: `${size}px`, height: `${Math.max(8, Math.round((size * mask.rows) / mask.columns))}px`, border: "1px solid var(--line)" } });
+  paintCells(canvas, Array.from(decodeCells(mask.cells)), mask.rows, mask.columns, 1);
+  const layers = mask.layers.length ? `layers ${ranges(mask.layers)}` : "";
+  return el("figure", { class: "figure" }, canvas, el("figcaption", {}, mask.name, layers ? el("br") : null, layers));
+}
+
+export function ranges(numbers) {
+  const parts = [];
+  for (const n of numbers) {
+    const last = parts.at(-1);
+    if (last && n === last[1] + 1) last[1] = n;
+    else parts.push([n, n]);
+  }
+  return parts.map(([a, b]) => (a === b ? `${a}` : `${a}–${b}`)).join(", ");
+}
+
+// Replace what a box shows by the result of a promise; an error becomes a line in it.
+export async function show(box, make) {
+  box.classList.add("busy");
+  try {
+    const children = await make();
+    box.replaceChildren(...[children].flat(Infinity).filter(Boolean));
+  } catch (error) {
+    if (error?.name === "AbortError") return;
+    box.replaceChildren(el("p", { class: "error", role: "alert", text: error.message }));
+    if (!(error?.constructor?.name === "ApiError")) console.error(error);
+  }
+  box.classList.remove("busy");
+}

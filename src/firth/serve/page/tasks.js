@@ -1,0 +1,122 @@
+// Tasks: what a checkpoint was fine-tuned for. Classes with salience, tags as spans, answers in their context, texts.
+
+import { post } from "/page/api.js";
+import { bars, button, card, chip, legend, show, table, textArea } from "/page/components.js";
+import { choose, el, percent } from "/page/dom.js";
+
+export const name = "tasks";
+export const title = "Tasks";
+
+const ONE_TEXT = { text: "The team won the match in the last minute." };
+const EXAMPLES = {
+  classify: ONE_TEXT,
+  regress: { ...ONE_TEXT, second: "" },
+  pair: { text: "A dog runs in the park.", second: "An animal is outside." },
+  tag: { text: "Anna Smith lives in Paris." },
+  "span-qa": { text: "Where does Anna live?", second: "Anna Smith was born in Rome. She lives in Paris." },
+  choice: { text: "The glass fell on the floor.", second: "It broke.\nIt flew away." },
+  "text-to-text": { text: "The cat is near the river." },
+  extract: { text: "Anna Smith, born in 1990." },
+  lm: { text: "Who are you?" },
+  embed: { text: "A dog runs in the park.", second: "An animal is outside." },
+};
+const LABELS = { pair: ["First text", "Second text"], "span-qa": ["Question", "Context"], choice: ["Context", "Choices, one on each line"], embed: ["First text", "Second text"], regress: ["Text", "Second text (if the task compares two)"] };
+const given = new Map(); // model id and task -> inputs
+const SALIENT = ["classify", "pair", "regress"];
+
+export function draw(panel, shown, page) {
+  const models = choose(shown, page, (model) => Object.keys(model.tasks).length > 0);
+  const views = models.flatMap((model) => Object.entries(model.tasks).map(([task, kind]) => taskView(model, task, kind)));
+  panel.replaceChildren(
+    el("p", { class: "lead", text: "What the checkpoints were fine-tuned for. Salience is gradient times input: blue words speak for the label, orange ones against it." }),
+    views.length ? el("div", { class: "columns" }, views) : el("p", { text: "None of these models was fine-tuned. firth finetune makes a classifier, a tagger or an answerer of any of them." }),
+  );
+}
+
+function taskView(model, task, kind) {
+  const key = `${model.id}/${task}`;
+  if (!given.has(key)) given.set(key, { ...(EXAMPLES[kind] ?? { text: "" }) });
+  const input = given.get(key);
+  const [first, second] = LABELS[kind] ?? ["Text"];
+  const result = el("div");
+  const ask = () => show(result, () => (ANSWERS[kind] ?? unknown)(model, task, input, kind));
+  const fields = [textArea(first, input.text, (value) => (input.text = value), 2).box];
+  if (second) fields.push(textArea(second, input.second ?? "", (value) => (input.second = value), kind === "span-qa" ? 4 : 2).box);
+  const box = card(model.id, task === kind ? kind : `${task} (${kind})`, fields,
+    el("div", { class: "controls" }, button("Ask", ask, { class: "main", title: "Ctrl+Enter" })), result);
+  box.addEventListener("keydown", (event) => { if (event.key === "Enter" && (event.ctrlKey || event.metaKey)) { event.preventDefault(); ask(); } });
+  if (ANSWERS[kind]) ask();
+  return box;
+}
+
+const unknown = async (model, task, input, kind) => el("p", { class: "note", text: `The task ${kind} reads records: see /docs, or firth predict.` });
+
+const inputOf = (input, kind) => (kind === "choice" ? [input.text, ...input.second.split("\n").filter(Boolean)] : input.second ? [input.text, input.second] : input.text);
+
+async function classify(model, task, input, kind) {
+  const value = inputOf(input, kind);
+  const { results: [found] } = await post("/classify", { model: model.id, task, inputs: [value] }, `task-${model.id}-${task}`);
+  const parts = [];
+  if (found.score !== undefined) parts.push(el("p", {}, "Score: ", el("strong", { text: found.score.toFixed(3) })));
+  else if (found.choice !== undefined) parts.push(bars(found.probabilities.map((p, i) => ({ name: value[1 + i], p, best: i === found.choice })), { label: "Choices", max: 1 }));
+  const salience = el("div");
+  const explain = (label) => show(salience, async () => {
+    const why = await post("/salience", { model: model.id, task, input: value, ...(label ? { label } : {}) }, `salience-${model.id}-${task}`);
+    return [el("h3", { text: why.label ? `Salience for ${why.label}` : "Salience for the score" }), drawSalience(why)];
+  });
+  if (found.probabilities && found.choice === undefined) {
+    parts.push(bars(Object.entries(found.probabilities).slice(0, 20).map(([name, p]) => ({ name, p, best: name === found.label })), { label: "Classes", max: 1, onPick: (item) => explain(item.name) }));
+    parts.push(el("p", { class: "note", text: "Click a class for the salience of the words for it." }));
+  }
+  if (SALIENT.includes(kind)) explain(null);
+  return [...parts, salience];
+}
+
+function drawSalience({ tokens, values }) {
+  const top = Math.max(1e-9, ...values.map(Math.abs));
+  return el("div", { class: "chips", "aria-label": "Salience of the tokens" }, tokens.map((token, i) => {
+    const share = Math.abs(values[i]) / top;
+    const colour = values[i] >= 0 ? "var(--c0)" : "var(--c1)";
+    return el("span", { class: "chip", title: `${values[i] >= 0 ? "for" : "against"}: ${values[i].toFixed(4)}`, style: { background: `color-mix(in srgb, ${colour} ${Math.round(75 * share)}%, transparent)` } }, token);
+  }));
+}
+
+async function tag(model, task, input) {
+  const { results: [found] } = await post("/tag", { model: model.id, task, inputs: [input.text] }, `task-${model.id}-${task}`);
+  if (found.words) return el("div", { class: "chips" }, found.words.map((word, i) => chip(`${word} `, model.labels[task].indexOf(found.tags[i]), {}, el("span", { class: "tag", text: found.tags[i] }))));
+  const types = [...new Set(model.labels[task].map((label) => label.replace(/^[BIESLU]-/, "")))].filter((label) => label !== "O");
+  const characters = [...input.text];
+  const parts = [];
+  let last = 0;
+  for (const span of found.spans) {
+    parts.push(characters.slice(last, span.start).join(""));
+    parts.push(el("mark", { class: "span-mark", title: span.probability === undefined ? null : percent(span.probability), style: { background: `var(--t${types.indexOf(span.type) % 6})`, color: "inherit" } }, span.text, el("small", { text: ` ${span.type}` })));
+    last = span.end;
+  }
+  parts.push(characters.slice(last).join(""));
+  return [el("div", { class: "passage" }, parts), legend(types.map((type, i) => [`var(--t${i % 6})`, type])),
+    found.spans.length ? table(["span", "type", "probability"], found.spans.map((s) => [s.text, s.type, s.probability === undefined || s.probability === null ? "–" : percent(s.probability)])) : el("p", { class: "note", text: "No span was found." })];
+}
+
+async function answer(model, task, input) {
+  const found = await post("/answer", { model: model.id, task, question: input.text, context: input.second }, `task-${model.id}-${task}`);
+  const context = [...input.second];
+  const marked = found.start < 0 ? [input.second] : [context.slice(0, found.start).join(""), el("mark", { class: "answer", text: context.slice(found.start, found.end).join("") }), context.slice(found.end).join("")];
+  return [el("p", {}, "Answer: ", el("strong", { text: found.answer || "(the context does not answer)" }), found.probability === null || found.probability === undefined ? "" : ` ${percent(found.probability)}`),
+    el("div", { class: "passage" }, marked)];
+}
+
+async function write(model, task, input) {
+  const { results: [found] } = await post("/generate", { model: model.id, prompt: input.text }, `task-${model.id}-${task}`);
+  return [el("div", { class: "passage", text: found.new }), el("p", { class: "note", text: "Attention shows which words of the text each new word reads: put this text in as what the decoder reads." })];
+}
+
+async function compare(model, task, input) {
+  const texts = [input.text, input.second].filter(Boolean);
+  const found = await post("/v1/embeddings", { model: model.id, input: texts }, `task-${model.id}-${task}`);
+  const [a, b] = found.data.map((item) => item.embedding);
+  const dot = (u, v) => u.reduce((sum, x, i) => sum + x * v[i], 0);
+  return b ? el("p", {}, "Cosine: ", el("strong", { text: (dot(a, b) / Math.sqrt(dot(a, a) * dot(b, b))).toFixed(3) })) : el("p", { class: "note", text: `A vector of ${a.length} numbers. Give a second text to compare.` });
+}
+
+const ANSWERS = { classify, pair: classify, regress: classify, choice: classify, tag, "span-qa": answer, "text-to-text": write, extract: write, lm: write, embed: compare };

@@ -1,0 +1,102 @@
+// Tokens: a text under the tokenizers of the models, and as each pretraining objective sees it.
+
+import { post } from "/page/api.js";
+import { button, card, chip, choice, facts, legend, maskFigure, show, slider, table, textArea } from "/page/components.js";
+import { debounce, el } from "/page/dom.js";
+
+export const name = "tokens";
+export const title = "Tokens";
+
+const state = {
+  text: "The bat flew over the harbour. A bat and a ball cost 1.10 pounds.\n\nThe unbelievable garden is near the river.",
+  rate: 0, draw: 0, model: "", kind: "all",
+};
+
+export function draw(panel, shown) {
+  const boxes = shown.map((model) => ({ model, box: el("div") }));
+  const views = el("div");
+  const refreshTokens = debounce(() => boxes.forEach(({ model, box }) => show(box, () => tokenView(model))), 200);
+  const refreshViews = debounce(() => show(views, objectiveViews), 200);
+  const { box } = textArea("Text", state.text, (value) => { state.text = value; refreshTokens(); refreshViews(); }, 4);
+  if (!shown.some((model) => model.id === state.model)) state.model = shown[0]?.id ?? "";
+  const drawn = el("span", { class: "note", text: `draw ${state.draw + 1}` });
+
+  async function objectiveViews() {
+    if (!state.model) return el("p", { text: "No model is shown." });
+    const body = { model: state.model, text: state.text, draw: state.draw, ...(state.rate ? { rate: state.rate } : {}) };
+    const found = await post("/objectives", body, "objectives");
+    const chosen = found.objectives.filter((view) => state.kind === "all" || view.architectures.includes(state.kind));
+    const fits = chosen.filter((view) => !view.problem);
+    const used = new Set(fits.flatMap((view) => view.sequences.flatMap((s) => s.tokens.map((t) => t.kind))));
+    const others = chosen.filter((view) => view.problem);
+    return [
+      legendOf(found.kinds, used),
+      el("div", { class: "columns wide" }, fits.map(objectiveCard)),
+      others.length ? el("details", {}, el("summary", { text: `${others.length} objectives need another tokenizer or text` }), table(["objective", "why"], others.map((view) => [view.name, view.problem]))) : null,
+    ];
+  }
+
+  panel.replaceChildren(
+    el("p", { class: "lead", text: "Each token has its colour; point at one for its id and bytes." }),
+    box,
+    el("div", { class: "columns" }, boxes.map(({ model, box }) => card(model.id, `${model.tokenizer}, ${model.vocab_size.toLocaleString("en")} tokens`, box))),
+    el("h2", { text: "The same text as each objective sees it" }),
+    el("p", { class: "lead", text: "A blank line begins a new document, and A ||| B is a pair of translations. The small squares are attention masks: the token of a row attends to the dark columns." }),
+    el("div", { class: "controls" },
+      choice("Tokenizer of", shown.map((model) => [model.id, model.id]), state.model, (value) => { state.model = value; refreshViews(); }),
+      choice("Objectives for", [["all", "all models"], ["encoder", "encoders"], ["decoder", "decoders"], ["encoder-decoder", "encoder-decoders"]], state.kind, (value) => { state.kind = value; refreshViews(); }),
+      slider("mask rate", { min: 0, max: 0.9, step: 0.05, value: state.rate, format: (v) => (v ? `${Math.round(100 * v)}%` : "as published"), onInput: (v) => { state.rate = v; refreshViews(); } }),
+      el("div", { class: "buttons" }, button("Next draw", () => { state.draw++; drawn.textContent = `draw ${state.draw + 1}`; refreshViews(); }), drawn)),
+    views,
+  );
+  boxes.forEach(({ model, box }) => show(box, () => tokenView(model)));
+  show(views, objectiveViews);
+}
+
+async function tokenView(model) {
+  const { results: [found] } = await post("/tokenize", { model: model.id, text: state.text }, `tokenize-${model.id}`);
+  const bytes = new TextEncoder().encode(state.text).length;
+  const words = state.text.split(/\s+/).filter(Boolean);
+  const characters = [...state.text];
+  const slice = ([start, end]) => characters.slice(start, end).join("");
+  let colour = -1;
+  const chips = [];
+  let last = 0;
+  found.tokens.forEach((token, i) => {
+    const offset = found.offsets[i];
+    if (!offset) return;
+    const [start, end] = offset;
+    if (start > last) chips.push(chip(slice([last, start]), null));
+    const text = slice([Math.max(start, last), end]);
+    colour++;
+    const hex = [...new TextEncoder().encode(text)].map((b) => b.toString(16).padStart(2, "0")).join(" ");
+    chips.push(chip(text || token, colour, { title: `${token}, id ${found.ids[i]}, bytes ${hex || "none of its own"}` }));
+    last = Math.max(last, end);
+  });
+  return [
+    facts([["tokens", found.ids.length], ["words", words.length], ["pieces per word", words.length ? (found.ids.length / words.length).toFixed(2) : "–"], ["bytes per token", found.ids.length ? (bytes / found.ids.length).toFixed(2) : "–"]]),
+    el("div", { class: "chips", "aria-label": `Tokens of ${model.id}` }, chips),
+    el("details", {}, el("summary", { text: "Token by token" }), table(["token", "id", "text", "bytes"], found.tokens.map((token, i) => {
+      const text = found.offsets[i] ? slice(found.offsets[i]) : "";
+      return [token, found.ids[i], JSON.stringify(text), new TextEncoder().encode(text).length];
+    }))),
+  ];
+}
+
+const KIND_COLOURS = { masked: "--t4", random: "--t5", kept: "--t2", target: "--t3", sentinel: "--t1", label: "--t0", hidden: "--t4", deleted: "--t5", number: "--line", special: "--line" };
+
+function legendOf(kinds, used) {
+  return legend(Object.entries(kinds).filter(([kind]) => used.has(kind)).map(([kind, meaning]) => [`var(${KIND_COLOURS[kind]})`, `${kind}: ${meaning}`]));
+}
+
+function objectiveCard(view) {
+  const note = [view.architectures.join(", "), view.rates.targets === undefined ? null : `${Math.round(100 * view.rates.targets)}% of the text predicted`].filter(Boolean).join(" · ");
+  return card(view.name, note,
+    view.sequences.map((sequence) => [
+      view.sequences.length > 1 ? el("div", { class: "group-label", text: sequence.name }) : null,
+      el("div", { class: "chips", "aria-label": `${view.name}: ${sequence.name}` }, sequence.tokens.map((token) => chip(token.text, null, { class: `${token.kind === "text" ? "" : token.kind}${token.is_target ? " best" : ""}`, title: `${token.kind}, id ${token.id}` }, token.original ? el("span", { class: "was", text: token.original }) : null))),
+    ]),
+    view.notes.map((text) => el("p", { class: "note", text })),
+    el("div", { class: "figures" }, view.masks.map((mask) => maskFigure(mask, 84))),
+    el("details", {}, el("summary", { text: "Settings" }), el("p", { class: "note", text: view.description })));
+}

@@ -1,0 +1,229 @@
+// Write: the next token with its rivals, under temperature, top-k and top-p; streaming; beams as a tree.
+
+import { isAbort, post, stop, stream } from "/page/api.js";
+import { bars, button, card, show, slider, textArea } from "/page/components.js";
+import { choose, debounce, el, percent, say, svg } from "/page/dom.js";
+
+export const name = "write";
+export const title = "Write";
+
+const TEMPERATURES = Array.from({ length: 30 }, (_, i) => Math.round((i + 1) * 5) / 50); // 0.1 to 3
+const TOP = 200; // tokens that are fetched
+const SHOWN = 14; // bars
+const settings = { prompt: "The", temperature: 1, topK: 0, topP: 1, newTokens: 40, beams: 3, beamTokens: 6 };
+const columns = new Map(); // model id -> {context, ids, texts}
+
+// The distribution after temperature, top-k and top-p, in this order; exact, because `rest` has what is not listed.
+export function warp(tokens, restLogsumexp, numRest, { temperature, topK, topP }) {
+  const scaled = tokens.map((token) => token.logprob / temperature);
+  const top = scaled[0];
+  const weights = scaled.map((s) => Math.exp(s - top));
+  let rest = restLogsumexp === null || numRest === 0 ? 0 : Math.exp(restLogsumexp - top);
+  if (topK > 0) {
+    rest = 0;
+    const floor = scaled[Math.min(topK, scaled.length) - 1]; // tokens that tie with the k-th stay, as in the sampler
+    scaled.forEach((s, i) => { if (s < floor) weights[i] = 0; });
+  }
+  let total = weights.reduce((a, b) => a + b, rest);
+  if (topP < 1) {
+    let sum = 0;
+    let kept = 0;
+    while (kept < weights.length && (kept === 0 || sum < topP * total) && weights[kept] > 0) sum += weights[kept++];
+    for (let i = kept; i < weights.length; i++) weights[i] = 0;
+    if (sum >= topP * total || kept < weights.length) rest = 0;
+    total = weights.reduce((a, b) => a + b, rest);
+  }
+  return { p: weights.map((w) => w / total), rest: rest / total };
+}
+
+const continues = (model) => model.architecture !== "encoder-decoder" && !Object.values(model.tasks).includes("lm");
+
+function columnOf(model) {
+  if (!columns.has(model.id)) columns.set(model.id, { context: settings.prompt, ids: [], texts: [], found: null });
+  return columns.get(model.id);
+}
+
+export function draw(panel, shown, state) {
+  const models = choose(shown, state, (model) => model.abilities.includes("generate"));
+  const views = models.map((model) => new Column(model));
+  const redraw = () => views.forEach((view) => view.drawBars());
+  const restart = debounce(() => views.forEach((view) => view.restart()), 300);
+  const { box, area } = textArea("Prompt", settings.prompt, (value) => { settings.prompt = value; restart(); });
+  area.addEventListener("keydown", (event) => {
+    if (event.key === "Enter" && (event.ctrlKey || event.metaKey)) { event.preventDefault(); views.forEach((view) => view.write()); }
+  });
+  panel.replaceChildren(
+    el("p", { class: "lead", text: "The bars are the model's next token. Click one to take it. The sliders change the bars, and what Write samples." }),
+    box,
+    el("div", { class: "controls" },
+      slider("temperature", { min: 0.1, max: 3, step: 0.1, value: settings.temperature, format: (v) => v.toFixed(1), onInput: (v) => { settings.temperature = v; redraw(); } }),
+      slider("top-k", { min: 0, max: 100, step: 1, value: settings.topK, format: (v) => (v ? String(v) : "off"), onInput: (v) => { settings.topK = v; redraw(); } }),
+      slider("top-p", { min: 0.05, max: 1, step: 0.05, value: settings.topP, format: (v) => (v < 1 ? v.toFixed(2) : "off"), onInput: (v) => { settings.topP = v; redraw(); } }),
+      slider("new tokens", { min: 1, max: 200, step: 1, value: settings.newTokens, onInput: (v) => (settings.newTokens = v) }),
+      slider("beams", { min: 2, max: 8, step: 1, value: settings.beams, onInput: (v) => (settings.beams = v) }),
+      slider("tokens of the tree", { min: 1, max: 20, step: 1, value: settings.beamTokens, onInput: (v) => (settings.beamTokens = v) })),
+    el("div", { class: "controls" }, el("div", { class: "buttons" },
+      button("Write", () => views.forEach((view) => view.write()), { class: "main", title: "Ctrl+Enter" }),
+      button("Stop", () => views.forEach((view) => view.stop())),
+      button("Draw one token", () => views.forEach((view) => view.drawToken())),
+      button("Search beams", () => views.forEach((view) => view.search())),
+      button("Back to the prompt", () => views.forEach((view) => view.restart())))),
+    models.length ? el("div", { class: "columns" }, views.map((view) => view.box)) : el("p", { text: "None of these models can write. An encoder fills blanks: see Fill." }),
+  );
+  views.forEach((view) => view.fetch());
+  return () => views.forEach((view) => view.stop());
+}
+
+class Column {
+  constructor(model) {
+    this.model = model;
+    this.state = columnOf(model);
+    this.text = el("div", { class: "passage", role: "log", "aria-label": `Text of ${model.id}` });
+    this.bars = el("div");
+    this.tree = el("div");
+    this.note = el("div", { class: "note" });
+    this.box = card(model.id, this.note, this.text, this.bars, this.tree);
+    this.drawText();
+  }
+
+  drawText(streamed = "") {
+    const { context, texts } = this.state;
+    const given = el("span", { class: "given", text: context });
+    const taken = texts.map((token) => el("span", { class: "new", title: token.p === undefined ? null : percent(token.p), text: token.text }));
+    const rest = streamed ? el("span", { class: "new", text: streamed }) : null;
+    this.text.replaceChildren(...(continues(this.model) ? [given] : []), ...taken, ...(rest ? [rest] : []));
+    if (!this.text.textContent) this.text.replaceChildren(el("span", { class: "given", text: "(the answer)" }));
+  }
+
+  restart() {
+    Object.assign(this.state, { context: settings.prompt, ids: [], texts: [], found: null });
+    this.tree.replaceChildren();
+    this.drawText();
+    this.fetch();
+  }
+
+  fetch() {
+    show(this.bars, async () => {
+      const body = { model: this.model.id, prompt: this.state.context, new_tokens: this.state.ids, top: TOP, temperatures: TEMPERATURES };
+      this.state.found = await post("/next", body, `next-${this.model.id}`);
+      return this.makeBars();
+    });
+  }
+
+  distribution() {
+    const { tokens, rest_logsumexp: rests, num_rest: numRest } = this.state.found;
+    const at = TEMPERATURES.reduce((best, t, i) => (Math.abs(t - settings.temperature) < Math.abs(TEMPERATURES[best] - settings.temperature) ? i : best), 0);
+    return warp(tokens, rests[at], numRest, settings);
+  }
+
+  makeBars() {
+    const { tokens, num_rest: numRest, entropy } = this.state.found;
+    const { p, rest } = this.distribution();
+    const items = tokens.slice(0, SHOWN).map((token, i) => ({ name: token.is_end ? `${token.text.trim()} (end)` : token.text, p: p[i], cut: p[i] === 0, token, title: `id ${token.id}, log-probability ${token.logprob.toFixed(3)}` }));
+    const hidden = p.slice(SHOWN).reduce((a, b) => a + b, rest);
+    const others = tokens.length - items.length + numRest;
+    if (others > 0) items.push({ name: `${others.toLocaleString("en")} others`, p: hidden, rest: true });
+    this.note.textContent = `entropy ${entropy.toFixed(2)} nats`;
+    return bars(items, { label: `Next token of ${this.model.id}`, onPick: (item) => this.take(item.token, item.p) });
+  }
+
+  drawBars() {
+    if (this.state.found) this.bars.replaceChildren(this.makeBars());
+  }
+
+  take(token, p) {
+    if (token.is_end) { say(`${this.model.id}: this token ends the text.`); return; }
+    this.state.ids.push(token.id);
+    this.state.texts.push({ text: token.text, p });
+    if (this.state.ids.length === 1 && !continues(this.model)) this.state.texts[0].text = token.text.trimStart();
+    this.drawText();
+    this.fetch();
+    this.text.focus();
+  }
+
+  drawToken() {
+    if (!this.state.found) return;
+    const { p, rest } = this.distribution();
+    let u = Math.random() * (1 - rest);
+    const index = p.findIndex((share) => (u -= share) < 0);
+    const token = this.state.found.tokens[Math.max(index, 0)];
+    this.take(token, p[Math.max(index, 0)]);
+  }
+
+  async write() {
+    const { model, state } = this;
+    if (continues(model)) state.context += state.texts.map((token) => token.text).join("");
+    Object.assign(state, { ids: [], texts: [] });
+    const sampling = { temperature: settings.temperature, ...(settings.topK ? { top_k: settings.topK } : {}), ...(settings.topP < 1 ? { top_p: settings.topP } : {}) };
+    const room = model.max_length && continues(model) && state.found ? model.max_length - state.found.prompt_tokens.length : Infinity;
+    const body = { model: model.id, prompt: state.context, max_new_tokens: Math.max(1, Math.min(settings.newTokens, room)), seed: Math.floor(Math.random() * 2 ** 31), ...sampling };
+    let text = "";
+    try {
+      await stream("/generate", body, `write-${model.id}`, (event) => {
+        text += event.text;
+        if (event.tokens) state.ids = event.tokens;
+        this.drawText(text);
+      });
+    } catch (error) {
+      if (!isAbort(error)) this.bars.replaceChildren(el("p", { class: "error", role: "alert", text: error.message }));
+      if (!isAbort(error)) return;
+    }
+    if (!state.ids.length && continues(model)) state.context += text;
+    else state.texts = [{ text }];
+    this.drawText();
+    this.fetch();
+  }
+
+  stop() {
+    stop(`write-${this.model.id}`);
+    stop(`next-${this.model.id}`);
+    stop(`beams-${this.model.id}`);
+  }
+
+  search() {
+    const prompt = continues(this.model) ? this.state.context + this.state.texts.map((token) => token.text).join("") : this.state.context;
+    show(this.tree, async () => {
+      const found = await post("/beams", { model: this.model.id, prompt, num_beams: settings.beams, max_new_tokens: settings.beamTokens }, `beams-${this.model.id}`);
+      return [el("h2", { text: "Beams" }), drawTree(found), bars(found.sequences.map((sequence) => ({ name: sequence.text, p: Math.exp(sequence.score), label: sequence.score.toFixed(2) })), { label: "Texts that the search found, with their scores" })];
+    });
+  }
+}
+
+// Candidates as a tree from left to right. A dropped candidate is faint; the best text is marked.
+export function drawTree({ nodes, sequences }) {
+  const children = nodes.map(() => []);
+  nodes.forEach((node, i) => { if (node.parent >= 0) children[node.parent].push(i); });
+  const depth = [];
+  nodes.forEach((node, i) => (depth[i] = node.parent < 0 ? 0 : depth[node.parent] + 1));
+  const row = [];
+  let rows = 0;
+  const place = (i) => {
+    const own = children[i].sort((a, b) => nodes[b].score - nodes[a].score);
+    own.forEach(place);
+    row[i] = own.length ? (row[own[0]] + row[own.at(-1)]) / 2 : rows++;
+  };
+  place(0);
+  const best = new Set();
+  for (let i = sequences[0]?.node ?? 0; i >= 0; i = nodes[i].parent) best.add(i);
+  const [dx, dy, pad] = [116, 24, 12];
+  const width = pad * 2 + Math.max(...depth) * dx + 96;
+  const height = pad * 2 + rows * dy;
+  const X = (i) => pad + depth[i] * dx;
+  const Y = (i) => pad + row[i] * dy + dy / 2;
+  const tree = svg("svg", { width, height, role: "img", "aria-label": `Tree of a beam search with ${nodes.length - 1} candidates` });
+  const colour = (i) => (best.has(i) ? "var(--accent)" : nodes[i].fate === "finished" ? "var(--good)" : "var(--quiet)");
+  nodes.forEach((node, i) => {
+    if (node.parent < 0) return;
+    const [x0, x1] = [X(node.parent) + (node.parent ? 92 : 8), X(i)];
+    tree.append(svg("path", { d: `M${x0} ${Y(node.parent)}C${x0 + 12} ${Y(node.parent)} ${x1 - 12} ${Y(i)} ${x1} ${Y(i)}`, fill: "none", stroke: colour(i), "stroke-width": best.has(i) ? 2.4 : 0.6 + 2.4 * Math.exp(node.logprob), "stroke-opacity": node.fate === "dropped" ? 0.3 : 0.9 }));
+  });
+  nodes.forEach((node, i) => {
+    if (node.parent < 0) { tree.append(svg("circle", { cx: X(i) + 4, cy: Y(i), r: 4, fill: "var(--accent)" })); return; }
+    const shown = node.text.trim() || JSON.stringify(node.text);
+    tree.append(svg("g", { opacity: node.fate === "dropped" ? 0.5 : 1 },
+      svg("title", { text: `${shown}: ${percent(Math.exp(node.logprob))}, score ${node.score.toFixed(3)}, ${node.fate}` }),
+      svg("text", { x: X(i) + 4, y: Y(i) + 4, "font-size": 12, class: "mono", "font-weight": best.has(i) ? 700 : 400, text: shown.length > 9 ? `${shown.slice(0, 8)}…` : shown }),
+      svg("text", { x: X(i) + 90, y: Y(i) + 4, "font-size": 10, class: "quiet", "text-anchor": "end", text: node.fate === "finished" ? "end" : percent(Math.exp(node.logprob)) })));
+  });
+  return el("div", { class: "tree", tabindex: 0, role: "region", "aria-label": "Beams" }, tree);
+}

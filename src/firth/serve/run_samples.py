@@ -1,0 +1,61 @@
+"""What each checkpoint of a run makes of a text: the words for its blanks, or its continuation.
+
+A checkpoint is loaded when somebody asks, on the CPU, and forgotten afterwards: a run that is watched keeps its memory,
+and its GPU. One sample is computed at a time.
+"""
+
+from __future__ import annotations
+
+import re
+import threading
+from pathlib import Path
+from typing import Any
+
+from firth.core.errors import UserError
+from firth.generate import GenerationConfig, fill, generate_results
+from firth.models import load_model
+from firth.serve.runs import WatchedRun
+
+MAX_CHECKPOINTS = 6  # the last ones
+MAX_PARAMETERS = 300_000_000
+NUM_GUESSES, NUM_NEW_TOKENS = 5, 24
+SAMPLING = GenerationConfig(max_new_tokens=NUM_NEW_TOKENS, temperature=0.8, top_p=0.9)
+BLANK_PATTERN = re.compile(r"\[MASK\]|<mask>|___")
+
+one_at_a_time = threading.Lock()
+
+
+def list_checkpoints(folder: Path) -> list[tuple[str, int | None]]:
+    """Return name and step of the checkpoints of a run, in order; `final` is the last one, without a step."""
+    numbered = [
+        (path.name, int(match[1]))
+        for path in folder.glob("checkpoint-*")
+        if (match := re.fullmatch(r"checkpoint-(\d+)", path.name)) and (path / "config.json").is_file()
+    ]
+    found: list[tuple[str, int | None]] = [*sorted(numbered, key=lambda item: item[1])]
+    if (folder / "final" / "config.json").is_file():
+        found.append(("final", None))
+    return found[-MAX_CHECKPOINTS:]
+
+
+def sample_checkpoints(run: WatchedRun, text: str) -> list[dict[str, Any]]:
+    """Return what each checkpoint writes or fills in; the seed is the same for all."""
+    checkpoints = list_checkpoints(run.folder)
+    if not checkpoints:
+        raise UserError(f"The run {run.name} has no checkpoint yet.")
+    with one_at_a_time:
+        return [sample_checkpoint(run.folder / name, name, step, text) for name, step in checkpoints]
+
+
+def sample_checkpoint(folder: Path, name: str, step: int | None, text: str) -> dict[str, Any]:
+    model = load_model(folder)
+    if sum(p.numel() for p in model.parameters()) > MAX_PARAMETERS:
+        raise UserError(f"{name} has more than {MAX_PARAMETERS:,} parameters: serve it as a model.")
+    if BLANK_PATTERN.search(text):
+        guesses = [
+            {"guesses": [{"text": guess.text, "probability": guess.probability} for guess in blank.guesses]}
+            for blank in fill(model, text, NUM_GUESSES)
+        ]
+        return {"checkpoint": name, "step": step, "text": "", "blanks": guesses}
+    (result,) = generate_results(model, [text], SAMPLING)
+    return {"checkpoint": name, "step": step, "text": result["text"], "blanks": []}

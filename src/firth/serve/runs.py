@@ -1,0 +1,316 @@
+"""Training runs of a folder, watched while they write: what has been logged, how fast, and how long it will take.
+
+A run is a folder with a log.jsonl. The log grows by whole lines, so a reader keeps the number of bytes that it has read
+and parses what is new; however many people watch, a line is parsed once. A resumed run replaces the log, which has
+another inode then: it is read again from its start, under a new version. Nothing is written to the folder of a run, and
+nothing is asked of its process.
+
+`log.jsonl` has no times, since a resumed run repeats it exactly. So speed is measured here, from the growth of the log
+while somebody watches. The process that holds the lock of the run folder trains; Linux tells its memory.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import stat
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from firth.core.errors import UserError, did_you_mean, quote
+from firth.core.files import read_json, read_yaml
+from firth.train.folder import LOCK_FILE
+from firth.train.log import is_log_line, token_loss_name
+
+LOG_FILE, RECIPE_FILE, RESULTS_FILE = "log.jsonl", "recipe.yaml", "results.json"
+COLUMNS = ("step", "loss", "eval_loss", "learning_rate", "tokens", "grad_norm")
+MAX_DEPTH, MAX_RUNS = 3, 300  # folders below the given one
+MAX_ROWS = 100_000  # lines that are kept; of a longer log every second one is dropped, as often as needed
+MAX_READ_BYTES = 16_000_000  # of a log at once
+MAX_SENT_ROWS = 5_000
+SCAN_SECONDS = 2.0  # the list of runs is not older than this
+SPEED_SECONDS = 60.0  # the speed is measured over this time
+SKIPPED_FOLDERS = ("final", "data", "tokenizer")
+
+
+class RunSummary(NamedTuple):
+    """Where a run stands."""
+
+    name: str
+    kind: str
+    state: str  # running, finished or stopped
+    step: int
+    max_steps: int | None
+    loss: float | None
+    eval_loss: float | None
+    tokens: int | None
+    tokens_per_second: float | None
+    seconds_left: float | None
+    memory_bytes: int | None
+    seconds_since_change: float
+
+
+class LogPart(NamedTuple):
+    """New rows of a log; `next_row` is what to ask for next, `version` changes when the log begins anew."""
+
+    version: int
+    next_row: int
+    rows: list[list[float | None]]
+
+
+class WatchedRun:
+    """One run: its log so far, and how fast it grows."""
+
+    def __init__(self, name: str, folder: Path) -> None:
+        self.name, self.folder = name, folder
+        self.lock = threading.Lock()
+        self.version, self.rows = 0, list[list[float | None]]()
+        self.inode, self.offset, self.num_lines, self.every = -1, 0, 0, 1
+        self.seen: deque[tuple[float, int, int]] = deque()  # time, step, tokens
+        self.recipe: dict[str, Any] = {}
+        self.recipe_stamp = -1
+        self.known_references, self.references_stamp = dict[str, float](), (-1, -1)
+
+    def update(self) -> None:
+        """Read what is new; a call of `stat` where nothing is."""
+        with self.lock:
+            self.read_new_lines()
+            self.read_recipe()
+
+    def read_new_lines(self) -> None:
+        file = self.folder / LOG_FILE
+        try:
+            with file.open("rb") as opened:
+                facts = os.fstat(opened.fileno())
+                if not stat.S_ISREG(facts.st_mode):
+                    return
+                if facts.st_ino != self.inode or facts.st_size < self.offset:
+                    self.version, self.rows, self.inode = self.version + 1, [], facts.st_ino
+                    self.offset = self.num_lines = 0
+                    self.every = 1
+                    self.seen.clear()
+                while facts.st_size > self.offset:
+                    opened.seek(self.offset)
+                    whole, end, _ = opened.read(MAX_READ_BYTES).rpartition(b"\n")
+                    if not end:
+                        break  # the last line is not complete
+                    self.offset += len(whole) + 1
+                    for line in whole.split(b"\n"):
+                        self.add_line(line)
+        except OSError:
+            return
+        if self.rows:
+            step, tokens = self.rows[-1][0], next((row[4] for row in reversed(self.rows) if row[4] is not None), 0)
+            if not self.seen or self.seen[-1][1] != step:
+                self.seen.append((time.monotonic(), int(step or 0), int(tokens or 0)))
+            while len(self.seen) > 2 and self.seen[0][0] < time.monotonic() - SPEED_SECONDS:
+                self.seen.popleft()
+
+    def add_line(self, text: bytes) -> None:
+        try:
+            line = json.loads(text.decode())
+        except (ValueError, RecursionError):
+            return
+        if not is_log_line(line):
+            return
+        self.num_lines += 1
+        train, held_out = line.get(token_loss_name(line, "")), line.get(token_loss_name(line))
+        if held_out is None and self.num_lines % self.every:
+            return
+        rest = [line.get(name) for name in COLUMNS[3:]]
+        self.rows.append([line["step"], train, held_out, *rest])
+        if len(self.rows) > MAX_ROWS:
+            self.rows = [row for i, row in enumerate(self.rows) if i % 2 == 0 or row[2] is not None]
+            self.version, self.every = self.version + 1, 2 * self.every
+
+    def read_recipe(self) -> None:
+        """Read recipe.yaml again if it changed: a run with --minutes plans its steps anew."""
+        try:
+            stamp = (self.folder / RECIPE_FILE).stat().st_mtime_ns
+            if stamp != self.recipe_stamp:
+                found = read_yaml(self.folder / RECIPE_FILE)
+                self.recipe, self.recipe_stamp = found if isinstance(found, dict) else {}, stamp
+        except (OSError, UserError):
+            return
+
+    def references(self, compute: Callable[[WatchedRun], dict[str, float]]) -> dict[str, float]:
+        """Return losses to compare with, computed once for each plan of the run."""
+        if self.references_stamp != (self.version, self.recipe_stamp) and len(self.rows) > 1:
+            self.known_references, self.references_stamp = compute(self), (self.version, self.recipe_stamp)
+        return self.known_references
+
+    def log_after(self, version: int, first: int) -> LogPart:
+        """Return the rows from `first` on; all of them where the log has another version. At most MAX_SENT_ROWS."""
+        with self.lock:
+            first = first if version == self.version and first <= len(self.rows) else 0
+            rows, end = self.rows[first:], len(self.rows)
+        if len(rows) > MAX_SENT_ROWS:
+            size = -(-len(rows) // MAX_SENT_ROWS)
+            rows = [row for i, row in enumerate(rows) if i % size == 0 or row[2] is not None or i == len(rows) - 1]
+        return LogPart(self.version, end, rows)
+
+    def summarize(self, processes: Mapping[int, int]) -> RunSummary:
+        """`processes` are those that hold a lock, by the inode of the lock file."""
+        with self.lock:
+            last = self.rows[-1] if self.rows else [0, None, None, None, None, None]
+            values = [next((row[i] for row in reversed(self.rows) if row[i] is not None), None) for i in (1, 2, 4)]
+            seen = list(self.seen)
+        loss, held_out, tokens = values
+        process = processes.get(inode_of(self.folder / LOCK_FILE), 0)
+        state = "running" if process else "finished" if (self.folder / RESULTS_FILE).is_file() else "stopped"
+        step, max_steps = int(last[0] or 0), self.recipe.get("max_steps")
+        max_steps = max_steps if isinstance(max_steps, int) and max_steps > 0 else None
+        speed = left = None
+        if state == "running" and len(seen) > 1 and seen[-1][0] > seen[0][0]:
+            seconds = seen[-1][0] - seen[0][0]
+            speed = (seen[-1][2] - seen[0][2]) / seconds
+            steps_per_second = (seen[-1][1] - seen[0][1]) / seconds
+            left = (max_steps - step) / steps_per_second if max_steps and steps_per_second > 0 else None
+        return RunSummary(
+            *(self.name, describe_recipe(self.recipe), state, step, max_steps, loss, held_out),
+            *(None if tokens is None else int(tokens), speed, left, memory_of(process)),
+            max(time.time() - modified_at(self.folder / LOG_FILE), 0.0),
+        )
+
+
+class RunsFolder:
+    """The runs below a folder. Names come from this list: a name of a request is never made into a path."""
+
+    def __init__(self, folder: str | Path) -> None:
+        self.folder = Path(folder)
+        if not self.folder.is_dir():
+            raise UserError(f"--runs {folder}: there is no such folder.")
+        self.lock = threading.Lock()
+        self.runs: dict[str, WatchedRun] = {}
+        self.scanned = -SCAN_SECONDS
+
+    def scan(self) -> dict[str, WatchedRun]:
+        """Return the runs by name, listed at most every few seconds, and read what is new."""
+        with self.lock:
+            if time.monotonic() - self.scanned >= SCAN_SECONDS:
+                found = dict(find_runs(self.folder))
+                self.runs = {name: self.runs.get(name) or WatchedRun(name, folder) for name, folder in found.items()}
+                self.scanned = time.monotonic()
+                for run in self.runs.values():
+                    run.update()
+            return self.runs
+
+    def summaries(self) -> list[RunSummary]:
+        """Return all runs, the one that changed last first."""
+        processes = lock_holders()
+        found = [run.summarize(processes) for run in self.scan().values()]
+        return sorted(found, key=lambda run: (run.state != "running", run.seconds_since_change))
+
+    def find(self, name: str) -> WatchedRun:
+        runs = self.scan()
+        if name not in runs:
+            raise UserError(f"There is no run {quote(name)}. {did_you_mean(name, runs)}")
+        return runs[name]
+
+
+def find_runs(folder: Path) -> Iterator[tuple[str, Path]]:
+    """Yield name and folder of each run; links are not followed."""
+    level, found = [(folder, "")], 0
+    for depth in range(MAX_DEPTH + 1):
+        below = []
+        for path, name in level:
+            try:
+                entries = sorted(os.scandir(path), key=lambda entry: entry.name)
+            except OSError:
+                continue
+            if any(entry.name == LOG_FILE and entry.is_file(follow_symlinks=False) for entry in entries):
+                found += 1
+                if found > MAX_RUNS:
+                    return
+                yield name or path.resolve().name, path
+            if depth < MAX_DEPTH:
+                below += [
+                    (path / entry.name, f"{name}/{entry.name}" if name else entry.name)
+                    for entry in entries
+                    if entry.is_dir(follow_symlinks=False) and is_searched(entry.name)
+                ]
+        level = below
+
+
+def is_searched(name: str) -> bool:
+    return not name.startswith((".", "checkpoint-")) and name not in SKIPPED_FOLDERS
+
+
+def describe_recipe(recipe: Mapping[str, Any]) -> str:
+    """Name a run in a few words: the family and the objective, or the task."""
+    model, objective = recipe.get("model"), recipe.get("objective")
+    if isinstance(model, dict) and isinstance(objective, dict):
+        return f"{model.get('family', 'model')}, {objective.get('kind', 'pretraining')}"
+    return f"fine-tuning: {recipe['task']}" if recipe.get("task") else "run"
+
+
+def lock_holders() -> dict[int, int]:
+    """Return the process that holds each file lock, by the file's inode; empty where Linux does not tell."""
+    try:
+        lines = Path("/proc/locks").read_text().splitlines()
+    except OSError:
+        return {}
+    holders = {}
+    for line in lines:  # 1: FLOCK  ADVISORY  WRITE 1234 08:01:5678 0 EOF
+        words = line.split()
+        if len(words) >= 6 and words[1] in ("FLOCK", "POSIX", "OFDLCK") and words[4].isdigit():
+            holders[int(words[5].rpartition(":")[2])] = int(words[4])
+    return holders
+
+
+def memory_of(process: int) -> int | None:
+    """Return the resident memory of a process; None where it is not known."""
+    try:
+        return int(Path(f"/proc/{process}/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+    except (OSError, ValueError, IndexError):
+        return None
+
+
+def inode_of(file: Path) -> int:
+    try:
+        return file.stat().st_ino
+    except OSError:
+        return -1
+
+
+def modified_at(file: Path) -> float:
+    try:
+        return file.stat().st_mtime
+    except OSError:
+        return time.time()
+
+
+# --- references ---------------------------------------------------------------------------------------------------
+
+
+def run_references(run: WatchedRun) -> dict[str, float]:
+    """Return losses to compare a pretraining run with, by name: the unigram entropy and the planner's forecast."""
+    from firth.lab.expected_loss import read_loss_table
+    from firth.models import count_parameters
+    from firth.objectives.registry import describe_objective
+    from firth.train import Recipe, load_recipe
+
+    manifest_file = Path(str(run.recipe.get("data", ""))) / "manifest.json"
+    if "objective" not in run.recipe or not manifest_file.is_file():
+        return {}
+    try:
+        recipe, facts = load_recipe(run.folder / RECIPE_FILE, Recipe), read_json(manifest_file)["metadata"]
+        entropy, text_tokens = float(facts["unigram_entropy"]), int(facts["train"]["tokens"])
+    except (UserError, OSError, KeyError, TypeError, ValueError):
+        return {}
+    if recipe.model.architecture == "encoder-decoder":
+        return {}  # its labels hold sentinels: word frequencies are no baseline
+    references = {"word frequencies": entropy}
+    law = read_loss_table().get(recipe.model.architecture)
+    tokens_per_step = next((row[4] / row[0] for row in reversed(run.rows) if row[4] and row[0]), None)
+    is_measured = law and describe_objective(recipe.objective)["name"] == law.objective
+    if law and is_measured and recipe.model.family == law.family and tokens_per_step and not recipe.checkpoint:
+        tokens = tokens_per_step * recipe.max_steps
+        point = (count_parameters(recipe.model), tokens, text_tokens, entropy)
+        if not law.extrapolations(*point).keys() - {"text"}:
+            references["forecast"] = law.loss(*point)
+    return references
