@@ -137,7 +137,7 @@ def test_a_text_that_is_written_out_whole_has_its_blanks_filled(
     assert second.guesses == (Guess("", pytest.approx(0.7)),)
 
 
-def test_what_cannot_be_filled(untrained: Any) -> None:
+def test_what_cannot_be_filled(untrained: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     bert, t5, gpt2 = untrained("bert"), untrained("t5"), untrained("gpt2")
     with pytest.raises(UserError, match="no blank"):
         fill(bert, "The fox slept.")
@@ -156,6 +156,9 @@ def test_what_cannot_be_filled(untrained: Any) -> None:
     classes.tokenizer = bert.tokenizer
     with pytest.raises(UserError, match="has a task head"):
         fill(classes, "The ___ slept.")
+    monkeypatch.setattr(type(bert.tokenizer), "encode", lambda self, text, parse_special: [5])
+    with pytest.raises(UserError, match="as its mask token"):
+        fill(bert, "The ___ slept.")
     bert.tokenizer = None
     with pytest.raises(UserError, match="no tokenizer"):
         fill(bert, "The ___ slept.")

@@ -7,6 +7,7 @@ which start as PyTorch makes them.
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 from typing import Any
 
@@ -191,10 +192,12 @@ def test_a_modernbert_without_truncation_has_model_type_firth() -> None:
     assert hf_model_type(replace(CONFIGS["modernbert"], init=NormalInit(scale_residual=True))) == "firth"
 
 
-@pytest.mark.parametrize("init", [NormalInit(0.0), NormalInit(embed_std=-1.0), NormalInit(cutoff_factor=0.0)])
+@pytest.mark.parametrize(
+    "init", [NormalInit(0.0), NormalInit(math.nan), NormalInit(embed_std=-1.0), NormalInit(cutoff_factor=0.0)]
+)
 def test_invalid_initializations_raise(init: NormalInit) -> None:
     fields = "std|embed_std|cutoff_factor"
-    with pytest.raises(UserError, match=rf"model\.init\.({fields}) is -?[01]\.0, and must be more than 0"):
+    with pytest.raises(UserError, match=rf"model\.init\.({fields}) is (-?[01]\.0|nan), and must be more than 0"):
         make_model(bert(1, 16, 2, V, init=init))
 
 

@@ -23,9 +23,10 @@ from firth.core.errors import UserError
 from firth.core.files import find_corruption, replace_nonfinite
 from firth.evaluate import evaluate
 from firth.metrics import compute_metrics
-from firth.models import AuxiliaryLM, ClassificationHead, Model, load_model, make_model, read_config
+from firth.models import AuxiliaryLM, ClassificationHead, Model, get_preset, load_model, make_model, read_config
 from firth.models.config import LMHead
 from firth.models.presets import t5_v1_1
+from firth.models.task_heads import with_classification_head
 from firth.tasks import (
     FINETUNE_TASKS,
     FinetuneRecipe,
@@ -849,7 +850,15 @@ def test_predictions_round_trip(tmp_path: Path) -> None:
     assert list(load_seed_predictions(tmp_path)[0].values()) == [odd, ""]
 
 
-@pytest.mark.parametrize("line", ["3", '{"id": 1}', '{"id": 1, "prediction": 1, "reference": 1, "scores": 5}'])
+@pytest.mark.parametrize(
+    "line",
+    [
+        "3",
+        '{"id": 1}',
+        '{"id": 1, "prediction": 1, "reference": 1, "scores": 5}',
+        '{"id": 1, "prediction": {}, "reference": "a"}',
+    ],
+)
 def test_damaged_predictions_are_named(tmp_path: Path, line: str) -> None:
     file = tmp_path / "predictions.jsonl"
     file.write_text(line)
@@ -1117,6 +1126,17 @@ def test_results_of_a_seed_without_one_of_their_keys_are_computed_again(
     results.pop(lost, None)
     (tmp_path / "results.json").write_text(json.dumps(results))
     assert is_seed_finished(tmp_path) == (not lost)
+    (tmp_path / "results.json").write_text(json.dumps({**results, "scores": {"accuracy": "1.0"}}))
+    assert not is_seed_finished(tmp_path)
+
+
+def test_a_head_dropout_of_0_is_an_option() -> None:
+    recipe, config = FinetuneRecipe(head_dropout=0.0), replace(get_preset("bert-tiny"), dropout=0.1)
+    head = recipe.apply_head_options(with_classification_head(config, ("a", "b"))).head
+    assert isinstance(head, ClassificationHead)
+    assert head.dropout == 0.0
+    with pytest.raises(UserError, match=r"head_dropout=0\.0 needs a head"):
+        recipe.apply_head_options(config)
 
 
 def test_only_gpt_models_language_beside_its_task_unless_asked() -> None:

@@ -173,7 +173,7 @@ def read_object(path: Path, schema: type | None = None) -> dict[str, Any]:
     if not isinstance(value, dict):
         raise UserError(f"{path}: must be an object of keys and values, and is {quote(value)}.")
     if schema is not None:
-        from_dict(value, schema, str(path))
+        from_dict(value, schema, str(path), is_yaml=False)
     return value
 
 

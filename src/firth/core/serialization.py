@@ -11,6 +11,7 @@ import dataclasses
 import types
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from contextvars import ContextVar
 from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
 
 import cattrs
@@ -24,6 +25,7 @@ TYPE_KEY = "kind"
 OPEN_SCHEMA = "allow_unknown_keys"  # a dataclass with this attribute describes some keys of a file, and ignores others
 MAX_LISTED_MISTAKES = 10  # of one file or recipe
 MAX_MISTAKE_CHARS = 1_000  # our own messages list choices; another library's may hold the whole value
+_reads_yaml = ContextVar("_reads_yaml", default=True)  # YAML 1.1 parses 1e-3 as a string
 MAX_INT = 2**63  # larger whole numbers fit into no array or tensor
 
 
@@ -64,7 +66,7 @@ def _structure_scalar(scalar_type: type, *accepted_types: type) -> Callable[[Any
     """Accept only values of the right type: `int(1.5)` is 1 and `bool("no")` is True."""
 
     def structure(value: Any, _: Any) -> Any:
-        if scalar_type is float and isinstance(value, str):  # YAML 1.1 parses 1e-3 as a string
+        if scalar_type is float and isinstance(value, str) and _reads_yaml.get():
             with suppress(ValueError):
                 return float(value)
         elif isinstance(value, accepted_types) and (scalar_type is bool or not isinstance(value, bool)):
@@ -172,14 +174,20 @@ def to_dict(value: Any) -> Any:
     return _converter.unstructure(value)
 
 
-def from_dict(value: Any, dataclass_type: type[DataclassT], where: str) -> DataclassT:
-    """Convert a dictionary to a dataclass; a UserError lists every wrong key and value with its path."""
+def from_dict(value: Any, dataclass_type: type[DataclassT], where: str, is_yaml: bool = True) -> DataclassT:
+    """Convert a dictionary to a dataclass; a UserError lists every wrong key and value with its path.
+
+    `is_yaml`: a string like 1e-3 is a number. JSON has numbers.
+    """
+    before = _reads_yaml.set(is_yaml)
     try:
         return _converter.structure(value, dataclass_type)
     except (cattrs.BaseValidationError, ValueError, TypeError, KeyError) as e:
         mistakes = _describe_errors(e)
         more = f"; and {len(mistakes) - MAX_LISTED_MISTAKES:,} more" * (len(mistakes) > MAX_LISTED_MISTAKES)
         raise UserError(f"{where}: " + "; ".join(mistakes[:MAX_LISTED_MISTAKES]) + more) from None
+    finally:
+        _reads_yaml.reset(before)
 
 
 def default_fields(dataclass_type: type, tree: dict[str, Any], path: Sequence[str], kind: Any) -> dict[str, Any] | None:

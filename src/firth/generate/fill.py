@@ -16,7 +16,7 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from firth.core.errors import UserError
+from firth.core.errors import UserError, quote
 from firth.generate.decode_state import (
     NextLogitsFn,
     check_has_lm_head,
@@ -98,6 +98,10 @@ def fill_masked_words(model: Model, parts_per_text: Sequence[list[str]], top: in
     model.check_length(max(len(ids) for ids, _ in rows))
     input_ids, document_ids = pad_right([ids for ids, _ in rows], vocab.pad)
     masked = [[i for i, token in enumerate(ids) if token == vocab.mask] for ids, _ in rows]
+    if not all(masked):
+        raise UserError(
+            f"The tokenizer does not read {quote(mask_token)} as its mask token: tokenizer.json is damaged."
+        )
     most = max(map(len, masked))
     batch = Batch(
         input_ids,

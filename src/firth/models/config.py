@@ -12,6 +12,7 @@ A family is a choice per field (`presets.py`):
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field, fields, replace
 from typing import Any, Literal
 
@@ -687,8 +688,9 @@ class ModelConfig:
         wrong = [
             f"model.{name} is {n}, and must be at least 1" for name, n in at_least_1.items() if n is not None and n < 1
         ]
-        if self.num_bigram_buckets < 0:
-            wrong.append(f"model.num_bigram_buckets is {self.num_bigram_buckets}, and must be at least 0")
+        for name in ("num_bigram_buckets", "num_segments", "num_languages"):
+            if getattr(self, name) < 0:
+                wrong.append(f"model.{name} is {getattr(self, name)}, and must be at least 0")
         depths = {
             "num_layers": self.num_layers,
             "num_decoder_layers": self.num_decoder_layers or 0,
@@ -724,8 +726,8 @@ class ModelConfig:
         if isinstance(self.init, NormalInit):
             for name in ("std", "embed_std", "cutoff_factor"):
                 value = getattr(self.init, name)
-                if value is not None and value <= 0:
-                    wrong.append(f"model.init.{name} is {value}, and must be more than 0")
+                if value is not None and not 0 < value < math.inf:
+                    wrong.append(f"model.init.{name} is {value}, and must be more than 0 and finite")
         wrong += self.problems_of_head() + self.problems_of_recurrent() + self.problems_of_bottleneck()
         wrong += self.problems_of_additions()
         if not wrong and self.head_dim is None and self.block_dim % self.num_heads:

@@ -402,7 +402,8 @@ class FinetuneRecipe(TrainingConfig):
     def pooled_head(self, config: ModelConfig) -> ClassificationHead | RegressionHead | MultipleChoiceHead:
         """Return the head with the recipe's pooling, hidden layer and dropout."""
         head, options = config.head, {"pool": self.pool, "head_dim": self.head_dim, "head_dropout": self.head_dropout}
-        given = next(f"{name}={value}" for name, value in options.items() if value not in ("auto", 0, None))
+        defaults = {"pool": "auto", "head_dim": 0, "head_dropout": None}
+        given = next(f"{name}={value}" for name, value in options.items() if value != defaults[name])
         marked = isinstance(head, ClassificationHead) and head.num_marked > 1
         needed = {"auto": config.architecture, "last": "decoder"}.get(self.pool, "encoder")
         if (

@@ -331,6 +331,8 @@ def read_predictions(path: Path) -> list[dict[str, Any]]:
 def check_prediction(line: Any, path: Path, number: int) -> dict[str, Any]:
     """Return a line of a file of predictions; a UserError if it is not what `format_predictions` writes."""
     is_complete = isinstance(line, dict) and {"id", "prediction", "reference"} <= line.keys()
+    if is_complete and isinstance(line["reference"], str):
+        is_complete = isinstance(line["prediction"], str | None)
     scores = line.get("scores") or {} if is_complete else {}
     if not (is_complete and isinstance(scores, dict) and all(isinstance(s, int | float) for s in scores.values())):
         raise UserError(

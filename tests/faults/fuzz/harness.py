@@ -1,8 +1,9 @@
 # ruff: noqa: PTH101, PTH114, PTH115, PTH118 (names of files are bytes here: they need not be UTF-8)
 """Run commands on mutated inputs in forked processes, and count what happens to each input.
 
-*accepted*: exit code 0. *refused*: exit code 2 and an error message. *broken*: everything else, that is a traceback,
-another exit code, more than 20 s, more than 2 GB of additional memory, or a user's file that changed or is gone.
+*accepted*: exit code 0. *refused*: exit code 2 and an error message, or 1 and a note for a text that is cut before its
+schema is satisfied. *broken*: everything else, that is a traceback, another exit code, more than 20 s, more than 2 GB
+of additional memory, or a user's file that changed or is gone.
 
 A child process runs many inputs one after the other in one interpreter, because forking a process that has loaded torch
 takes longer than most inputs. A broken input runs again in a process of its own, and the second outcome counts.
@@ -146,7 +147,8 @@ def find_fault(code: int, case: Case, output: str, lost: list[str], used_bytes: 
         return f"traceback: {output.strip().splitlines()[-1][:200]}"
     if code not in case.codes:
         return f"exit code {code}"
-    return "no error message" if code and "error:" not in output else ""
+    is_cut = code == 1 and "was satisfied" in output
+    return "no error message" if code and "error:" not in output and not is_cut else ""
 
 
 @contextlib.contextmanager
