@@ -22,7 +22,7 @@ import firth
 from firth.core.errors import Interrupted, UserError
 from firth.models import get_preset
 from firth.recipes import finetuning_defaults, with_rate_candidates
-from firth.tasks import FinetuneRecipe, finetune, finetune_data, finetune_schedule, train_seed, try_rates
+from firth.tasks import FinetuneRecipe, finetune, finetune_data, finetune_schedule, train_seed, trial_runs, try_rates
 from firth.tasks.rate_trial import RateTrial, choose_rate, find_trial_obstacle, load_trial, split_for_trial
 from firth.train import Diverged, load_recipe, save_recipe
 from firth.train.recipe import parse_learning_rate
@@ -238,8 +238,8 @@ def test_trials_share_a_model_and_do_not_influence_each_other(
         for module in modules:
             monkeypatch.setattr(module, name, counted)
 
-    count("build_seed_model", try_rates, train_seed)
-    count("build_step_runner", try_rates)
+    count("build_seed_model", trial_runs, train_seed)
+    count("build_step_runner", trial_runs)
     finetune(plan())
     assert built == ["build_seed_model", "build_step_runner", "build_seed_model"]  # of the trials; of the seed
     reverse = plan(rate_candidates=RATES[::-1], output_dir=str(tmp_path / "reverse"))
@@ -253,7 +253,7 @@ def test_a_run_stopped_in_a_trial_resumes_exactly(
 ) -> None:
     """A signal ends the trial after its step. Finished rates are not tried again."""
     finetune(plan(output_dir=str(tmp_path / "straight")))
-    real, tried = try_rates.fit, list[float]()
+    real, tried = trial_runs.fit, list[float]()
 
     def press(run: Any, resume: bool = False) -> Any:
         tried.append(run.training.learning_rate)
@@ -261,7 +261,7 @@ def test_a_run_stopped_in_a_trial_resumes_exactly(
             run.hooks.append((1, lambda step, model: os.kill(os.getpid(), signal.SIGTERM)))
         return real(run, resume)
 
-    monkeypatch.setattr(try_rates, "fit", press)
+    monkeypatch.setattr(trial_runs, "fit", press)
     monkeypatch.setattr(train_seed, "fit", press)
     with pytest.raises(Interrupted, match="step 1 of 2") as stopped:
         finetune(plan())
@@ -280,14 +280,14 @@ import os, signal, sys
 from pathlib import Path
 from firth.tasks import FinetuneRecipe, finetune
 from firth.train import load_recipe
-from firth.tasks import rate_trial, try_rates
+from firth.tasks import rate_trial, trial_runs
 rate_trial.MIN_TRIAL_STEPS, rate_trial.MIN_HELD_OUT_EXAMPLES = 2, 9
-real = try_rates.fit
+real = trial_runs.fit
 def kill(run, resume=False):
     if run.folder is None and 1e-3 < run.training.learning_rate < 1e-2:
         run.hooks.append((1, lambda step, model: os.kill(os.getpid(), signal.SIGKILL)))
     return real(run, resume)
-try_rates.fit = kill
+trial_runs.fit = kill
 finetune(load_recipe(Path(sys.argv[1]), FinetuneRecipe))
 """
 
@@ -332,14 +332,14 @@ def test_a_skipped_trial_says_why(plan: Plan, tmp_path: Path, capsys: pytest.Cap
 
 
 def test_a_rate_that_diverges_is_not_taken(plan: Plan, monkeypatch: pytest.MonkeyPatch) -> None:
-    real = try_rates.fit
+    real = trial_runs.fit
 
     def explode(run: Any, resume: bool = False) -> Any:
         if run.training.learning_rate > 1e-2 and run.folder is None:
             raise Diverged("5 steps in a row were skipped.", 1)
         return real(run, resume)
 
-    monkeypatch.setattr(try_rates, "fit", explode)
+    monkeypatch.setattr(trial_runs, "fit", explode)
     result = finetune(plan())
     assert result["learning_rate_trial"]["losses"][2] is None
     assert result["learning_rate"] != 1e-2

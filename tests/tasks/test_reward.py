@@ -207,7 +207,7 @@ def test_evaluate_and_predict(run: tuple[FinetuneRecipe, dict[str, Any]], tmp_pa
 
 def test_rates_are_tried_by_the_loss_of_pairs(run: tuple[FinetuneRecipe, dict[str, Any]], tmp_path: Path) -> None:
     from firth.tasks.finetune_loss import make_loss_fn
-    from firth.tasks.try_rates import measure_batch_losses
+    from firth.tasks.trial_runs import measure_batch_losses
 
     recipe, _ = run
     task, model = made("llama")

@@ -235,8 +235,8 @@ def show(json: bool, **options: Any) -> None:
 @command(
     opt.FinetuneOptions,
     FinetuneRecipe,
-    "num_train_epochs max_steps max_seq_length per_device_train_batch_size learning_rate shots seeds lora_rank bf16 "
-    "device",
+    "num_train_epochs max_steps max_seq_length per_device_train_batch_size learning_rate search shots seeds lora_rank "
+    "bf16 device",
     hidden_fields=DISTRIBUTED_FIELDS,
     examples="""
 firth finetune run/final --task pair --train a.csv --dev b.csv --output-dir x

@@ -58,7 +58,7 @@ RECIPE_TOPICS = {
     "Trained parameters": "from_scratch answer freeze unfreeze_every layer_decay class_weights layers pool bilstm crf "
     "contrastive_margin contrastive_scale lora_rank lora_alpha lora_dropout lora_targets",
     "Preferences": "preference_loss beta label_smoothing simpo_gamma center_rewards_coefficient",
-    "Seeds and scores": "seeds metric baseline load_best early_stopping",
+    "Seeds and scores": "search seeds metric baseline load_best early_stopping",
     "Generated answers": "max_target_length num_beams length_penalty",
     COMPUTE: "device bf16 fp16 fp8 compile gradient_checkpointing deterministic parallel cpu_offload",
     RUN: "eval_steps eval_rows save_steps save_total_limit async_save logging_steps seed",

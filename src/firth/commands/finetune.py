@@ -15,6 +15,7 @@ from firth.core.errors import UserError, did_you_mean, quote
 from firth.models import ModelConfig, read_config
 from firth.recipes import finetuning_defaults, preference_defaults, with_rate_candidates
 from firth.recipes import named_finetuning_defaults as named_recipe
+from firth.recipes.finetuning import FINETUNE_RECIPES
 from firth.tasks.recipe import FinetuneRecipe
 from firth.text.labelled import infer_task
 from firth.tokens import load_tokenizer
@@ -46,7 +47,8 @@ def finetune(
     Mappings of names to files as `train` and `dev` train on several tasks at once (T5, section 3.5.2), with `task` and
     `prefix` by name too. The defaults are the task that the columns tell, and the prefix "NAME: ".
 
-    `learning_rate` is a number, or "auto" (the default): the best of three tried on a split of train.
+    `learning_rate` is a number, or "auto" (the default): the best of three tried on a split of train. `search` tries so
+    many settings of rate, epochs, batch size, layer decay and warm-up there instead, except those that are given.
 
     `recipe` names a published one ("ulmfit", "dai-le", "elmo"); the default is the family's own. With `target_text` the
     checkpoint is first pretrained on that text, in OUTPUT_DIR-target (ULMFiT's second stage). A resumed run whose
@@ -73,7 +75,7 @@ def finetune(
         if recipe is not None:
             fields = named_recipe(recipe, model_config, task if isinstance(task, str) else "text-to-text")
             changes.setdefault("learning_rate", fields["learning_rate"])  # the published one
-        fields, changes = with_rate_candidates(fields, changes)
+        fields, changes = with_rate_candidates(fields, changes, FINETUNE_RECIPES.get(recipe or "", {}))
         plan, limit = apply_overrides(FinetuneRecipe(**fields), changes), model_config.max_length
         if "max_seq_length" in changes and limit is not None and plan.max_seq_length > limit:
             raise UserError(
@@ -93,6 +95,7 @@ def finetune(
         return {"dry_run": True, **describe_finetuning(plan, num_arms=1 if against is None else 2)}
     if against is not None:
         given = {"--from-scratch": plan.from_scratch, "--target-text": target_text, "--rewind": rewind is not None}
+        given["--minutes with --search"] = plan.minutes and plan.search  # both arms need equal steps
         if wrong := next((name for name, value in given.items() if value), None):
             raise UserError(f"--against {against} and {wrong} exclude each other: leave one out.")
         from firth.lab.against import SCRATCH, finetune_against

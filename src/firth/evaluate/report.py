@@ -10,11 +10,13 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from firth.core.console import say
 from firth.core.files import MODEL_CARD_FILE, read_object, read_utf8, read_yaml
 from firth.core.html import HtmlPage, make_axes, plot_loss_curve
 from firth.core.parse import parse_yaml
 from firth.evaluate.card import write_model_card
 from firth.evaluate.examples_page import CLASS_TASKS, NO_LABEL, PAIR_TASKS, add_examples
+from firth.evaluate.search_page import SEARCH_PAGE, format_value, write_search_page
 from firth.metrics import ClassMetrics, format_metric, mean_and_std, per_class_metrics, per_type_metrics
 from firth.metrics.tagging import are_span_tags
 from firth.tasks import Prediction, read_predictions
@@ -22,6 +24,7 @@ from firth.tasks.multitask import task_of
 from firth.tasks.preference import pair_rewards
 from firth.tasks.rate_trial import format_loss
 from firth.tasks.results import describe_comparison
+from firth.tasks.search import DIMENSION_WORDS
 from firth.text import Example
 from firth.train import read_log, token_loss_name
 
@@ -127,6 +130,9 @@ def write_run_report(folder: Path, result: Mapping[str, Any], examples: Sequence
     if result.get("comparison"):
         page.add_paragraph(describe_comparison(result["comparison"]))
     add_rate_section(page, result)
+    if result.get("search"):
+        add_search_section(page, result["search"])
+        say(f"what the search has tried: {write_search_page(folder, result)}")
     lines = read_predictions(folder / "predictions.jsonl")
     predictions = [Prediction(line["prediction"], line.get("scores"), line) for line in lines]
     if tasks := result.get("tasks"):
@@ -159,6 +165,15 @@ def add_rate_section(page: HtmlPage, result: Mapping[str, Any]) -> None:
     caption = f"Each rate was tried {times} for {trial['steps']:,} steps on {split} of train. Dev was not read."
     page.add_table(["learning rate", "held-out loss", ""], rows, caption)
     page.add_paragraph(f"{trial['chosen']:g} was taken: {trial['reason']}.")
+
+
+def add_search_section(page: HtmlPage, search: Mapping[str, Any]) -> None:
+    """Add the setting that a search has chosen; search.html has all of them."""
+    page.add_heading("Search")
+    rows = [
+        (DIMENSION_WORDS[name], format_value(name, search["settings"][search["chosen"]])) for name in search["fields"]
+    ]
+    page.add_table(["", "chosen"], rows, f"{search['reason']}. Dev was not read. {SEARCH_PAGE} shows what was tried.")
 
 
 def format_score_rows(rows: Iterable[tuple[Any, ...]]) -> list[tuple[str, ...]]:

@@ -101,6 +101,8 @@ def write_comparison_report(folder: Path, recipe: FinetuneRecipe, results: Mappi
     caption = f"Scores on {recipe.dev}. Both arms have the same examples, seeds and settings."
     if ours["learning_rate_trial"]:
         caption += " Each has chosen its learning rate by its own trials on train."
+    if ours["search"]:
+        caption += " Each has chosen its settings by its own search on train."
     page.add_table(columns, cells, caption)
     page.add_heading("Arms")
     starts = [recipe.checkpoint, "random weights" if other["from_scratch"] else "another checkpoint"]

@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 import os
 import shutil
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -20,8 +21,9 @@ from firth.tasks import FinetuneRecipe
 from firth.tasks.finetune import check_task, estimate_finetuning, make_run_task
 from firth.tasks.finetune_data import FinetuneData, read_finetune_data
 from firth.tasks.finetune_job import DEFAULT_FINETUNE_EPOCHS
-from firth.tasks.finetune_schedule import MIN_DEFAULT_STEPS
-from firth.tasks.rate_trial import TRIAL_SHARE, find_trial_obstacle
+from firth.tasks.finetune_schedule import MIN_DEFAULT_STEPS, count_trials
+from firth.tasks.search import plan_search
+from firth.tasks.try_settings import check_search
 from firth.text import Corpus
 from firth.tokens import load_tokenizer
 from firth.train import Recipe
@@ -113,11 +115,14 @@ def describe_finetuning(recipe: FinetuneRecipe, num_arms: int = 1) -> dict[str, 
     runs, steps = recipe.seeds * num_arms, count_finetune_steps(recipe, data)
     plan = describe_training(recipe, estimate, steps, None, runs)
     examples = min(recipe.shots or len(data.train), len(data.train))
-    tries = recipe.rate_candidates and not find_trial_obstacle(recipe, examples, plan["steps"])
-    rates = list(recipe.rate_candidates) if tries else [recipe.learning_rate]
-    if tries and not recipe.minutes:
-        plan["seconds"] *= 1 + TRIAL_SHARE * len(rates) / recipe.seeds
-    plan["learning_rates"] = rates
+    if recipe.search_fields:
+        check_search(recipe, len(data.train))
+        search = plan_search(replace(recipe, max_steps=plan["steps"]), examples)
+        plan["search"] = {"settings": len(search.settings), "varied": list(search.fields), "cost_in_seeds": search.cost}
+    _, cost = count_trials(replace(recipe, max_steps=plan["steps"]), examples)
+    if not recipe.minutes:
+        plan["seconds"] *= 1 + cost / recipe.seeds
+    plan["learning_rates"] = list(recipe.rate_candidates) if cost and recipe.rate_candidates else [recipe.learning_rate]
     counts = {"train_examples": len(data.train), "dev_examples": len(data.dev)}
     return {"reads": [recipe.checkpoint, *recipe.label_files], **counts, "seeds": recipe.seeds, "runs": runs, **plan}
 

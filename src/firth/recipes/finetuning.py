@@ -53,6 +53,18 @@ PREFERENCE_RATE_FACTOR = 0.1
 # `learning_rate: auto` tries the default times these factors. LoRA's published rates are 4 to 10 times those of full
 # fine-tuning (Hu et al. 2021, appendix D: 2e-4 to 5e-4 at width 768).
 RATE_FACTORS, LORA_RATE_FACTORS = (0.4, 1.0, 2.5), (1.0, 4.0, 10.0)
+# `search` tries rates from the first to the second factor times the default. A preference loss keeps falling at rates
+# where answers stop to be fluent, which no score on pairs shows: so there the range ends early.
+SEARCH_RATE_RANGE, LORA_SEARCH_RATE_RANGE, PREFERENCE_SEARCH_RATE_RANGE = (0.2, 5.0), (0.5, 20.0), (0.2, 2.0)
+# What `search` varies, and the options that hold each of them fixed: a number of steps also holds the batch size, as
+# steps times batch is the length.
+SEARCH_DIMENSIONS: dict[str, tuple[str, ...]] = {
+    "learning_rate": ("learning_rate",),
+    "num_train_epochs": ("num_train_epochs", "max_steps", "minutes"),
+    "per_device_train_batch_size": ("per_device_train_batch_size", "gradient_accumulation_steps", "max_steps"),
+    "layer_decay": ("layer_decay",),
+    "warmup_steps": ("warmup_steps",),
+}
 FINETUNE_RECIPES = {"ulmfit": ULMFIT_DEFAULTS, "dai-le": DAI_LE_DEFAULTS, "elmo": ELMO_DEFAULTS}
 
 
@@ -82,21 +94,47 @@ def preference_defaults(fields: dict[str, Any]) -> dict[str, Any]:
     return fields | {"learning_rate": float(f"{PREFERENCE_RATE_FACTOR * fields['learning_rate']:.1e}")}
 
 
+def search_rate_range(task: str, lora: bool) -> tuple[float, float]:
+    """Return the lowest and the highest rate that `search` tries, times the default."""
+    return (
+        PREFERENCE_SEARCH_RATE_RANGE if task == "preference" else LORA_SEARCH_RATE_RANGE if lora else SEARCH_RATE_RANGE
+    )
+
+
+def searched_fields(fields: Mapping[str, Any], changes: Mapping[str, Any], published: Mapping[str, Any]) -> list[str]:
+    """Return the dimensions that a search varies: not those that the user or a published recipe sets.
+
+    >>> searched_fields({}, {"search": 12, "learning_rate": 1e-4, "max_steps": 500}, {})
+    ['layer_decay', 'warmup_steps']
+    """
+    held = {name for name, value in changes.items() if (name, value) != ("learning_rate", AUTO_RATE)} | set(published)
+    if {**fields, **changes}.get("freeze") == "backbone":
+        held.add("layer_decay")  # only the head is trained
+    searched = [name for name, options in SEARCH_DIMENSIONS.items() if not held.intersection(options)]
+    if not searched:
+        raise UserError("search has nothing to vary: every setting that it could try is set. Leave one of them out.")
+    return searched
+
+
 def with_rate_candidates(
-    fields: Mapping[str, Any], changes: Mapping[str, Any]
+    fields: Mapping[str, Any], changes: Mapping[str, Any], published: Mapping[str, Any] | None = None
 ) -> tuple[dict[str, Any], dict[str, Any]]:
     """Return default fields and a user's changes with `learning_rate: auto` (the default) as rates to try.
+
+    With `search` they are the fields to vary instead: those that neither the user nor a `published` recipe sets.
 
     >>> with_rate_candidates({"learning_rate": 5e-5}, {"seed": 1})
     ({'learning_rate': 5e-05, 'rate_candidates': (2e-05, 5e-05, 0.00013)}, {'seed': 1})
     >>> with_rate_candidates({"learning_rate": 5e-5}, {"learning_rate": 1e-4})
     ({'learning_rate': 5e-05}, {'learning_rate': 0.0001})
     """
-    if changes.get("learning_rate", AUTO_RATE) != AUTO_RATE:
-        return dict(fields), dict(changes)
+    others = {name: value for name, value in changes.items() if (name, value) != ("learning_rate", AUTO_RATE)}
+    if changes.get("search") and "search_fields" not in changes:  # a saved recipe has them
+        return {**fields, "search_fields": tuple(searched_fields(fields, changes, published or {}))}, others
+    if "learning_rate" in others or changes.get("search"):
+        return dict(fields), others
     factors, rate = LORA_RATE_FACTORS if changes.get("lora_rank") else RATE_FACTORS, fields["learning_rate"]
     candidates = tuple(float(f"{factor * rate:.1e}") for factor in factors)
-    others = {name: value for name, value in changes.items() if name != "learning_rate"}
     return {**fields, "rate_candidates": candidates}, others
 
 

@@ -22,7 +22,7 @@ from firth.models.lora import check_lora_support
 from firth.models.parameters import FLOAT_BYTES
 from firth.tasks.chat import template_uses_date
 from firth.tasks.finetune_data import check_example_checksums, read_finetune_data, write_data_notes
-from firth.tasks.finetune_job import encode_finetune_data, resolve_compile_options
+from firth.tasks.finetune_job import encode_finetune_data, resolve_compile_options, with_recipe
 from firth.tasks.finetune_loss import with_reference_logps
 from firth.tasks.finetune_notices import describe_job
 from firth.tasks.finetune_schedule import resolve_seed_schedule
@@ -35,6 +35,7 @@ from firth.tasks.seed_results import clear_diverged_seeds, report_finished_seeds
 from firth.tasks.task import Task
 from firth.tasks.train_seed import train_seeds
 from firth.tasks.try_rates import choose_learning_rate
+from firth.tasks.try_settings import check_search, search_settings
 from firth.text import Example
 from firth.tokens import Tokenizer, load_tokenizer
 from firth.train import choose_compute, load_recipe, run_folder, save_recipe
@@ -63,7 +64,7 @@ FIXED_FINETUNE_FIELDS = (
         "word_dim",
         "crf",
     ),
-    *("lora_rank", "lora_targets", "lm_loss_weight", "metric"),
+    *("lora_rank", "lora_targets", "lm_loss_weight", "metric", "search", "search_fields"),
 )
 
 
@@ -92,7 +93,9 @@ def run_seeds(
     check_task(recipe)
     config = read_config(recipe.checkpoint)
     stored = Path(recipe.output_dir) / "recipe.yaml"
-    earlier = load_recipe(stored, FinetuneRecipe) if resume and stored.is_file() else None
+    earlier, requested = load_recipe(stored, FinetuneRecipe) if resume and stored.is_file() else None, recipe
+    if earlier is not None:
+        recipe = keep_choices(earlier, recipe)
     data = read_finetune_data(recipe)
     tokenizer = load_tokenizer(recipe.checkpoint)
     if template_uses_date(tokenizer) and not recipe.day:
@@ -101,6 +104,8 @@ def run_seeds(
     check_metric(recipe, data.dev, task)
     check_baseline(recipe, data.dev)
     # raise these errors before anything is written
+    if recipe.search_fields:
+        check_search(recipe, len(data.train))
     if recipe.class_weights == "balanced":
         balance_class_weights(task.configure_model(config), [e.target for e in data.train])
     if not recipe.from_scratch:
@@ -112,12 +117,10 @@ def run_seeds(
     folder = stored.parent
     with run_folder(folder, resume, overwrite, inputs), RunClock(folder, resume, began) as clock:
         job = encode_finetune_data(
-            recipe, task, data, choose_compute(resolve_compile_options(recipe, config, len(data.train))), folder
+            recipe, task, data, choose_compute(resolve_compile_options(requested, config, len(data.train))), folder
         )
         job = with_reference_logps(job)
         if earlier is not None:
-            if recipe.rate_candidates:  # the rate was chosen, or its choice was interrupted
-                recipe = replace(recipe, learning_rate=earlier.learning_rate, rate_candidates=earlier.rate_candidates)
             recipe = merge_recipe(earlier, recipe, allow_change, FIXED_FINETUNE_FIELDS)
             recipe = check_example_checksums(recipe, data, allow_change)
             changed = bool(recipe_differences(replace(earlier, output_dir=recipe.output_dir), recipe))
@@ -135,13 +138,22 @@ def run_seeds(
         job = replace(job, recipe=recipe, recipe_changed=changed)
         for sentence in describe_job(job, config):
             say(sentence)
-        if recipe.rate_candidates:
-            recipe = choose_learning_rate(job)
+        if recipe.rate_candidates or recipe.search_fields:
+            recipe = search_settings(job) if recipe.search_fields else choose_learning_rate(job)
             save_recipe(recipe, stored)
-            job = replace(job, recipe=recipe)
+            job = with_recipe(job, recipe)
         runs = train_seeds(job, resume)
         with explain_disk_errors(folder):
             return summarize_seeds(recipe, task, data.train, data.dev, runs, folder)
+
+
+def keep_choices(earlier: FinetuneRecipe, recipe: FinetuneRecipe) -> FinetuneRecipe:
+    """Return the recipe of a resumed run with the rate, or the setting, that was chosen or is being chosen."""
+    kept: list[str] = ["rate_candidates", "learning_rate"] if recipe.rate_candidates else []
+    if recipe.search_fields and recipe.search == earlier.search:  # steps and warm-up are always those of the run
+        searched = {"learning_rate", "per_device_train_batch_size", "layer_decay"}.intersection(recipe.search_fields)
+        kept = ["search_fields", *searched]
+    return replace(recipe, **{name: getattr(earlier, name) for name in kept})
 
 
 def estimate_finetuning(recipe: FinetuneRecipe, task: Task, config: ModelConfig) -> ResourceEstimate:

@@ -87,6 +87,14 @@ def encode_file(task: Task, examples: Sequence[Example], file: str) -> Sequence[
         raise UserError(f"{file}: {e}") from None
 
 
+def with_recipe(job: FinetuneJob, recipe: FinetuneRecipe) -> FinetuneJob:
+    """Return the job with a chosen recipe; another batch size has other shapes."""
+    shapes = job.shape_buckets
+    if shapes is not None and recipe.global_batch_size != job.recipe.global_batch_size:
+        shapes = sample_shape_buckets(recipe, job.task, [job.train_items[i] for i in job.train_indices[0]])
+    return replace(job, recipe=recipe, shape_buckets=shapes)
+
+
 def sample_shape_buckets(recipe: FinetuneRecipe, task: Task, items: Sequence[Any]) -> ShapeBuckets:
     """Fit the shape buckets to the batches of the first epoch, at most `MAX_TRIAL_BATCHES`."""
     batches, accumulated = make_finetune_batch_fn(recipe, task, items), recipe.gradient_accumulation_steps

@@ -1,4 +1,4 @@
-"""Steps and evaluations of each seed; `minutes` cover all seeds and the trials of learning rates."""
+"""Steps and evaluations of each seed; `minutes` cover all seeds and the trials before them."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from firth.tasks.finetune_job import DEFAULT_FINETUNE_EPOCHS, FinetuneJob, make_
 from firth.tasks.finetune_loss import make_loss_fn
 from firth.tasks.rate_trial import TRIAL_SHARE, find_trial_obstacle, num_held_out
 from firth.tasks.recipe import FinetuneRecipe
+from firth.tasks.search import plan_search
 from firth.tasks.seed_model import build_seed_model
 from firth.tasks.shape_buckets import ShapeCountingBatches
 from firth.train.compute import thread_choices
@@ -24,7 +25,7 @@ EARLY_STOPPING_EVALUATIONS = 10  # per seed with early stopping. Override: --eva
 def resolve_seed_schedule(recipe: FinetuneRecipe, job: FinetuneJob, start_time: float) -> FinetuneRecipe:
     """Resolve steps and evaluation interval per seed (default: one, at the end).
 
-    `minutes` cover all seeds and the trials of learning rates.
+    `minutes` cover all seeds and the trials before them.
     """
     items = [job.train_items[i] for i in job.train_indices[0]]
 
@@ -56,18 +57,28 @@ def resolve_seed_schedule(recipe: FinetuneRecipe, job: FinetuneJob, start_time: 
     evaluations = EARLY_STOPPING_EVALUATIONS if recipe.early_stopping else 1
     step_seconds, eval_seconds = measure() if recipe.minutes else (0.0, 0.0)
 
-    has_trials = recipe.rate_candidates and not find_trial_obstacle(recipe, len(items), recipe.max_steps or None)
-    num_trials = len(recipe.rate_candidates) if has_trials else 0
+    num_trials, trial_cost = count_trials(recipe, len(items))
     # a held-out batch costs about a third of a step
     held_out_steps = num_trials * num_held_out(len(items)) / recipe.per_device_train_batch_size / 3
     resolved = resolve_schedule(
         replace(recipe, num_train_epochs=epochs),
         len(items),
-        lambda: (step_seconds * (recipe.seeds + TRIAL_SHARE * num_trials), eval_seconds * recipe.seeds),
+        lambda: (step_seconds * (recipe.seeds + trial_cost), eval_seconds * recipe.seeds),
         start_time - held_out_steps * step_seconds,
         evaluations,
         min_steps,
         min_evals=evaluations,
     )
     used = torch.get_num_threads() if threads else recipe.threads
-    return replace(resolved, num_train_epochs=recipe.num_train_epochs, threads=used)
+    resolved = replace(resolved, num_train_epochs=recipe.num_train_epochs, threads=used)
+    return replace(resolved, eval_steps=recipe.eval_steps) if recipe.search_fields else resolved  # of the chosen length
+
+
+def count_trials(recipe: FinetuneRecipe, num_examples: int) -> tuple[int, float]:
+    """Return how many trials come before the seeds, and their steps over those of a seed."""
+    if recipe.search_fields:
+        search = plan_search(recipe, num_examples)
+        return sum(map(len, search.planned_costs())), search.cost
+    if not recipe.rate_candidates or find_trial_obstacle(recipe, num_examples, recipe.max_steps or None):
+        return 0, 0.0
+    return len(recipe.rate_candidates), TRIAL_SHARE * len(recipe.rate_candidates)

@@ -22,7 +22,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from statistics import fmean, stdev
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 
@@ -75,12 +75,20 @@ class RateTrial:
         return facts | {"losses": [loss if math.isfinite(loss) else None for loss in self.losses]}
 
 
-def load_trial(file: Path) -> RateTrial | None:
-    """Return the saved trial; None without one, or where the file is damaged: the trials are then made again."""
+TrialsT = TypeVar("TrialsT")
+
+
+def load_trials(file: Path, kind: type[TrialsT]) -> TrialsT | None:
+    """Return saved trials; None without them, or where the file is damaged: the trials are then made again."""
     try:
-        return from_dict(read_object(file), RateTrial, str(file)) if file.is_file() else None
+        return from_dict(read_object(file), kind, str(file)) if file.is_file() else None
     except UserError:
         return None
+
+
+def load_trial(file: Path) -> RateTrial | None:
+    """Return the saved trials of learning rates, as `load_trials` does."""
+    return load_trials(file, RateTrial)
 
 
 def num_trial_steps(max_steps: int) -> int:
@@ -108,15 +116,22 @@ def num_held_out(num_examples: int) -> int:
     return min(int(HELD_OUT_SHARE * num_examples), MAX_HELD_OUT_EXAMPLES)
 
 
+def find_split_obstacle(num_examples: int) -> str | None:
+    """Return that train is too small to split; None where it is not."""
+    if num_held_out(num_examples) >= MIN_HELD_OUT_EXAMPLES:
+        return None
+    least = math.ceil(MIN_HELD_OUT_EXAMPLES / HELD_OUT_SHARE)
+    return f"train has {format_count(num_examples, 'example')}, and a trial needs {least}"
+
+
 def find_trial_obstacle(recipe: FinetuneRecipe, num_examples: int, max_steps: int | None) -> str | None:
     """Return why no rate can be tried in this run; None where nothing does. The steps may not be known yet."""
     if recipe.task == "preference":
         return "the loss of preferences favours rates at which answers stop to be fluent"
     if recipe.unfreeze_every:
         return "layers are unfrozen one after the other, and a tenth of the steps would train the head alone"
-    if num_held_out(num_examples) < MIN_HELD_OUT_EXAMPLES:
-        least = math.ceil(MIN_HELD_OUT_EXAMPLES / HELD_OUT_SHARE)
-        return f"train has {format_count(num_examples, 'example')}, and a trial needs {least}"
+    if obstacle := find_split_obstacle(num_examples):
+        return obstacle
     if max_steps is not None and num_trial_steps(max_steps) < MIN_TRIAL_STEPS:
         least = math.ceil(MIN_TRIAL_STEPS / TRIAL_SHARE)
         return f"the run has {format_count(max_steps, 'step')}, and a trial needs {least}"

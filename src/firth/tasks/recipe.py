@@ -61,6 +61,7 @@ FINETUNE_TASKS = (
     *("text-to-text", "extract", "lm", "preference", "reward", "embed"),
 )
 PREFERENCE_FIELDS = ("preference_loss", "beta", "label_smoothing", "simpo_gamma")
+MIN_SEARCH_SETTINGS = 4
 MULTITASK = "multi-task"  # the task of a recipe with several
 
 
@@ -98,7 +99,12 @@ class FinetuneRecipe(TrainingConfig):
     mix_cap: int = recipe_field(2**19, "Several tasks: count at most this many examples of a task (T5's K).")
     seeds: int = recipe_field(
         3,
-        "Train this many times, with different data order, head and dropout; report mean and standard deviation.",
+        "Train this many times, with another order, head and dropout; report mean and deviation.",
+    )
+    search: int = recipe_field(
+        0,
+        "Try this many settings of rate, epochs, batch and layer decay on a split of train; successive halving finds "
+        "the best for all seeds. An option that you set is held; warm-up is varied too.",
     )
     shots: int = recipe_field(
         0, "Train on this many examples, sampled per seed and balanced over the labels; 0 uses all."
@@ -134,8 +140,8 @@ class FinetuneRecipe(TrainingConfig):
     )
     learning_rate: float = recipe_field(
         1e-3,
-        "Set the peak learning rate. auto tries three around the default of the model's width, each for a tenth of the "
-        "steps on a split of train, and takes the best; dev is not read.",
+        "Set the peak learning rate. auto tries three on a split of train; they are around the model's default, each "
+        "has a tenth of the steps, and dev is not read.",
         shown_default="auto",
         ge=0,
         parse=parse_learning_rate,
@@ -243,8 +249,8 @@ class FinetuneRecipe(TrainingConfig):
     )
     lora_rank: int = recipe_field(
         0,
-        "LoRA: freeze the weights, train a low-rank update of this rank for each, and the head. 8 is usual, with a ten "
-        "times higher learning rate; 0 trains the weights.",
+        "LoRA: freeze the weights, train an update of this rank for each. 8 is usual, with a ten times higher rate; 0 "
+        "trains the weights.",
     )
     lora_alpha: float = recipe_field(16.0, "LoRA: scale the update by alpha / rank.")
     lora_dropout: float = recipe_field(0.0, "LoRA: dropout probability on the input of the update; 0 disables it.")
@@ -258,6 +264,7 @@ class FinetuneRecipe(TrainingConfig):
     # steps skipped from there).
     # Rates to try before the first seed, with `learning_rate` as the default among them; empty once one is chosen.
     rate_candidates: tuple[float, ...] = ()
+    search_fields: tuple[str, ...] = ()  # what `search` varies; empty once a setting is chosen
     train_checksum: str = ""
     dev_checksum: str = ""
     skips: dict[str, tuple[tuple[int, int], ...]] = field(default_factory=dict)
@@ -286,7 +293,15 @@ class FinetuneRecipe(TrainingConfig):
     def check(self) -> None:
         # 0: the default is resolved later
         TrainingConfig.check(replace(self, num_train_epochs=self.num_train_epochs or 1.0))
-        minimum = {"seeds": 1, "shots": 0, "max_target_length": 2, "num_beams": 1, "early_stopping": 0, "lora_rank": 0}
+        minimum = {
+            "seeds": 1,
+            "search": 0,
+            "shots": 0,
+            "max_target_length": 2,
+            "num_beams": 1,
+            "early_stopping": 0,
+            "lora_rank": 0,
+        }
         minimum |= {"bilstm": 0, "word_dim": 0, "l2_mix": 0, "head_dim": 0, "mix_cap": 1}
         for name, smallest in minimum.items():
             if getattr(self, name) < smallest:
@@ -313,6 +328,12 @@ class FinetuneRecipe(TrainingConfig):
 
     def check_combinations(self) -> None:
         """Refuse combinations that exclude each other."""
+        if 0 < self.search < MIN_SEARCH_SETTINGS:
+            raise UserError(f"search is {self.search}; it must be at least {MIN_SEARCH_SETTINGS}, or 0 for no search.")
+        if self.search and self.unfreeze_every:
+            raise UserError(
+                "search and unfreeze_every exclude each other: the short trials of a search would train the head alone."
+            )
         if self.early_stopping and not self.load_best:
             raise UserError("early_stopping returns to the best evaluation: it needs load_best.")
         if self.lora_rank and self.freeze != "none":

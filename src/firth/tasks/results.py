@@ -10,7 +10,7 @@ import json
 import math
 import shutil
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 from zlib import crc32
@@ -48,8 +48,9 @@ from firth.tasks.embed import all_have_scores
 from firth.tasks.failure import explain_failed_seed
 from firth.tasks.multitask import AVERAGE_METRIC, MultiTask, split_by_task
 from firth.tasks.preference import is_preferred
-from firth.tasks.rate_trial import RATE_TRIAL_FILE, load_trial
+from firth.tasks.rate_trial import RATE_TRIAL_FILE, load_trial, load_trials
 from firth.tasks.recipe import FinetuneRecipe
+from firth.tasks.search import SEARCH_FILE, Search
 from firth.tasks.tag import excluded_entity_types
 from firth.tasks.task import Prediction, Task
 from firth.text import Example
@@ -61,6 +62,7 @@ DIVERGED_KEY = "diverged"  # in a seed's results: the error; in a run's results:
 LOWER_IS_BETTER_METRICS = ("perplexity", "bits_per_byte")
 MAX_CONSTANT_GUESSES = 20  # most frequent answers tried as a constant prediction
 ZERO_CHANCE_TASKS = ("regress", "embed")  # a constant prediction has correlation 0
+ERROR_SAMPLES = 200  # of a bootstrap for a standard error alone
 BOOTSTRAP_SAMPLES, BOOTSTRAP_MAX_SECONDS = 1000, 120  # upper limits of one bootstrap
 
 
@@ -152,7 +154,7 @@ def summarize_seeds(
             "seeds is too optimistic."
         )
     failures = exclude_failed_seeds(values, chance_score(task, metric, train, dev), metric, diverged)
-    trial = load_trial(folder / RATE_TRIAL_FILE)
+    trial, search = load_trial(folder / RATE_TRIAL_FILE), load_trials(folder / SEARCH_FILE, Search)
     results = {
         "output_dir": str(folder),
         "task": recipe.task,
@@ -174,6 +176,7 @@ def summarize_seeds(
         "from_scratch": recipe.from_scratch,
         "learning_rate": recipe.learning_rate,
         "learning_rate_trial": trial.to_results() if trial and trial.chosen == recipe.learning_rate else None,
+        "search": search.to_results() if search and search.chosen is not None and recipe.search else None,
         "best_seed": best,
         "steps": [run["steps"] for run in runs],
         "best_steps": [run.get("best_step") for run in runs],
@@ -432,15 +435,7 @@ def compare_with_baseline(recipe: FinetuneRecipe, task: Task, dev: Sequence[Exam
     shared = [i for i, key in enumerate(keys) if all(key in seed for seed in seeds)]
     both, keys = [dev[i] for i in shared], [keys[i] for i in shared]
 
-    def score_seed(answers: Sequence[Any], examples: Sequence[Example]) -> Any:
-        scores = task.score(examples, [Prediction(a) for a in answers])
-        return scores.get(metric, math.nan)  # one class alone has no F1
-
-    def sum_seed(answers: Sequence[Any], examples: Sequence[Example]) -> AdditiveScore:
-        """The same as per-example sums: resampling then adds them up and does not score again."""
-        return additive_task_score(task.name, metric, answers, examples)
-
-    score_fn = sum_seed if is_additive_metric(task.name, metric, [e.target for e in both]) else score_seed
+    score_fn = make_sample_score_fn(task, metric, both)
     answers = [[seed[key] for key in keys] for seed in seeds]
     score_S, sampled_RS = bootstrap_scores(
         score_fn, answers, both, BOOTSTRAP_SAMPLES, max_seconds=BOOTSTRAP_MAX_SECONDS
@@ -456,6 +451,35 @@ def compare_with_baseline(recipe: FinetuneRecipe, task: Task, dev: Sequence[Exam
     }
     say(describe_comparison(found))
     return found
+
+
+def make_sample_score_fn(
+    task: Task, metric: str, examples: Sequence[Example]
+) -> Callable[[Sequence[Any], Sequence[Example]], Any]:
+    """Return the score of predictions on examples as a function that a bootstrap calls for each sample."""
+
+    def score_answers(answers: Sequence[Any], examples: Sequence[Example]) -> Any:
+        scores = task.score(examples, [Prediction(a) for a in answers])
+        return scores.get(metric, math.nan)  # one class alone has no F1
+
+    def sum_answers(answers: Sequence[Any], examples: Sequence[Example]) -> AdditiveScore:
+        """The same as per-example sums: resampling then adds them up and does not score again."""
+        return additive_task_score(task.name, metric, answers, examples)
+
+    return sum_answers if is_additive_metric(task.name, metric, [e.target for e in examples]) else score_answers
+
+
+def score_with_error(
+    task: Task, metric: str, examples: Sequence[Example], predictions: Sequence[Prediction]
+) -> tuple[float | None, float | None]:
+    """Return a score and its standard error over the examples, by the bootstrap; None where it is not a number."""
+    score = task.score(examples, predictions).get(metric, math.nan)
+    if not math.isfinite(score):
+        return None, None
+    answers = [p.prediction for p in predictions]
+    _, sampled_R1 = bootstrap_scores(make_sample_score_fn(task, metric, examples), [answers], examples, ERROR_SAMPLES)
+    finite = sampled_R1[np.isfinite(sampled_R1)]
+    return score, float(finite.std(ddof=1)) if len(finite) > 1 else None
 
 
 def has_paired_seeds(recipe: FinetuneRecipe, num_seeds: int, num_baseline_seeds: int) -> bool:
