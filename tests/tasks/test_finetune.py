@@ -470,6 +470,8 @@ def test_unsupported_tasks_raise_before_the_examples_are_read(
 def test_supported_tasks_read_the_examples(task: str, family: str, checkpoint_of: Checkpoints) -> None:
     if (family == "bert" and task in ("lm", "text-to-text", "extract")) or (task == "preference" and family != "gpt2"):
         return
+    if task == "reward" and family == "t5":
+        return
     check_task(FinetuneRecipe(checkpoint=str(checkpoint_of(family)), task=task, max_target_length=8, crf=task == "tag"))
 
 

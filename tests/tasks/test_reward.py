@@ -6,6 +6,7 @@ import json
 import math
 from dataclasses import replace
 from pathlib import Path
+from shutil import copytree
 from typing import Any
 
 import pytest
@@ -279,6 +280,21 @@ def test_the_best_sample_of_each_prompt_comes_first(run: tuple[FinetuneRecipe, d
     pair = Predictor(Path(recipe.output_dir) / "final").predict([["the cat", "is red and big"]])[0]
     assert ranked[0]["reward"] == pytest.approx(pair["reward"], abs=1e-5)
     assert reward.score(["a"] * 40, ["b"] * 40) == pytest.approx(reward.score(["a"], ["b"]) * 40, abs=1e-5)
+
+
+def test_a_published_reward_model_has_no_task_file(run: tuple[FinetuneRecipe, dict[str, Any]], tmp_path: Path) -> None:
+    """One label and a chat template are enough, as of a model that TRL has saved."""
+    recipe, _ = run
+    copytree(Path(recipe.output_dir) / "final", tmp_path / "published")
+    for name in ("task.json", "manifest.json"):
+        (tmp_path / "published" / name).unlink()
+    ours, theirs = (RewardModel(at) for at in (Path(recipe.output_dir) / "final", tmp_path / "published"))
+    assert theirs.score(["the cat"], ["is red"]) == pytest.approx(ours.score(["the cat"], ["is red"]), abs=1e-6)
+    settings = json.loads((tmp_path / "published" / "tokenizer_config.json").read_text())
+    del settings["chat_template"]
+    (tmp_path / "published" / "tokenizer_config.json").write_text(json.dumps(settings))
+    with pytest.raises(UserError, match="has no chat template"):
+        RewardModel(tmp_path / "published").score(["the cat"], ["is red"])
 
 
 def test_settings_of_best_of(run: tuple[FinetuneRecipe, dict[str, Any]]) -> None:

@@ -670,7 +670,7 @@ class ShowOptions(PretrainDataOptions):
 class FinetuneOptions(RecipeOptions, ResumeOptions, DryRunOptions):
     checkpoint: str = option(..., "A checkpoint folder, ours or a published one.", argument=True)
     task: list[str] | None = option(
-        None, f"Fine-tune for {', '.join(FINETUNE_TASKS)}.", "NAME", required=True, parse_all=parse_named
+        None, f"Learn {', '.join(FINETUNE_TASKS)}.", "NAME", required=True, parse_all=parse_named
     )
     train: list[str] | None = option(
         None,
