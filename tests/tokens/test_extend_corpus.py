@@ -49,7 +49,7 @@ def test_fragmentation_by_hand(tokenizer: Tokenizer) -> None:
     assert (found.words, found.tokens, found.bytes) == (5, 6, 20)
     assert (found.tokens_per_word, found.split_words_share) == (1.0, 0.0)
     assert found.tokens_per_mb == pytest.approx(6 / 20 * 1e6)
-    assert found.unknown_share == pytest.approx(1 / 6)
+    assert found.unknown_per_mb == pytest.approx(1 / 20 * 1e6)
 
 
 def test_the_result_lists_those_that_save_most_first(tokenizer: Tokenizer) -> None:

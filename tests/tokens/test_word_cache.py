@@ -59,7 +59,7 @@ def tokenizer_of(name: str) -> Tokenizer:
 def both_ways(name: str, texts: Sequence[str]) -> tuple[Any, Any]:
     """What the words that are known give, and what each text gives as a whole."""
     quick, whole = (DocumentEncoder(tokenizer_of(name), 0.0, "en") for _ in range(2))
-    vars(whole)["_known"] = None
+    vars(whole)["_word_cache"] = None
     documents = [Document(text, "here") for text in texts]
     return quick(documents)[0], whole(documents)[0]
 

@@ -123,7 +123,7 @@ def print_extension(result: Mapping[str, Any]) -> None:
         "tokens per word": ("tokens_per_word", "{:.3f}"),
         "words of several tokens": ("split_words_share", "{:.1%}"),
         "tokens per MB": ("tokens_per_mb", "{:,.0f}"),
-        "unknown tokens": ("unknown_share", "{:.2%}"),
+        "unknown tokens per MB": ("unknown_per_mb", "{:,.0f}"),
     }
     rows = [
         (name, form.format(before[key]), form.format(after[key]), f"{after[key] / before[key] - 1:+.1%}")

@@ -32,7 +32,7 @@ class Fragmentation:
     tokens_per_word: float
     split_words_share: float
     tokens_per_mb: float
-    unknown_share: float  # of the tokens
+    unknown_per_mb: float  # unknown tokens
 
 
 @dataclass(frozen=True)
@@ -116,13 +116,13 @@ def measure_fragmentation(tokenizer: Tokenizer, documents: Sequence[Document]) -
     split = SplitCounter(tokenizer)
     for start in range(0, len(documents), BATCH_DOCUMENTS):
         split.add_documents(documents[start : start + BATCH_DOCUMENTS])
-    words, tokens = split.word_counts.total(), split.num_tokens
+    words, tokens, per_mb = split.word_counts.total(), split.num_tokens, 1e6 / max(split.num_bytes, 1)
     return Fragmentation(
         words=words,
         tokens=tokens,
         bytes=split.num_bytes,
         tokens_per_word=split.piece_counts.total() / max(words, 1),
         split_words_share=split.num_split / max(words, 1),
-        tokens_per_mb=tokens / max(split.num_bytes, 1) * 1e6,
-        unknown_share=split.unknown_texts.total() / max(tokens, 1),
+        tokens_per_mb=tokens * per_mb,
+        unknown_per_mb=split.unknown_texts.total() * per_mb,
     )
