@@ -17,6 +17,8 @@ import torch
 from firth.models.config import LearnedPosition
 from firth.models.presets import bert, gpt2, llama, t5, t5_v1_1
 from firth.objectives import CLM, MLM, SpanCorruption
+from firth.tokens import train_tokenizer
+from firth.tokens.extend import extend_tokenizer, propose_tokens
 from firth.train import ComputeConfig
 
 pytest.importorskip("transformers")
@@ -857,3 +859,12 @@ def test_the_default_beside_a_grid(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     assert found["default_rate"] in map(float, found["tried"])
     assert found["best"] == max(mean for _, _, mean, _ in found["grid"])
     assert found["behind"] == pytest.approx(found["best"] - found["default"])
+
+
+def test_an_extended_tokenizer_beside_the_old_one() -> None:
+    """Three words of "kitabu", of six characters each, become one token each; the other words stay."""
+    old = train_tokenizer(["a b i k t u the cat"] * 3, "wordpiece", 60)
+    new = extend_tokenizer(old, propose_tokens(old, ["kitabu"] * 10, 1))
+    pieces = len(old.encode("kitabu"))
+    found = script("extended_tokenizer").compare(old, new, ["the kitabu", "kitabu kitabu cat"])
+    assert found == (len("the kitabukitabu kitabu cat"), 5, 3 * pieces + 2, 5, 3)
