@@ -268,6 +268,10 @@ class Scorer(ABC):
         """The queries whose log-probabilities add up to that of the span."""
         return [self.blank_query(split)]
 
+    def hidden_words_query(self, ids: list[int], spans: Sequence[tuple[int, int]]) -> LogprobQuery:
+        """The query that hides several spans of tokens at once, as in training, and predicts all of their tokens."""
+        raise UserError(f"The method {self.method} hides no words.")
+
     def is_exact_match(self, query: LogprobQuery, logprobs: TokenLogprobs) -> bool:
         """Whether greedy decoding gives exactly the answer."""
         return self.is_in_vocabulary(query) and bool((logprobs.top_ids == query.labels).all())
@@ -373,13 +377,22 @@ class MaskedScorer(Scorer):
 
     def masked_query(self, ids: list[int], first: int, last: int, num_targets: int) -> LogprobQuery:
         """Mask the tokens [first, last), and score `num_targets` from `first` on."""
+        return self.hidden_query(ids, range(first, last), range(first, first + num_targets))
+
+    def hidden_words_query(self, ids: list[int], spans: Sequence[tuple[int, int]]) -> LogprobQuery:
+        hidden = [i for first, last in spans for i in range(first, last)]
+        return self.hidden_query(ids, hidden, hidden)
+
+    def hidden_query(self, ids: list[int], hidden: Sequence[int], targets: Sequence[int]) -> LogprobQuery:
+        """Mask the tokens at the positions `hidden` of a text, and score those at `targets`, which are among them."""
         num_prefix = len(self.template.prefix_ids)
         before = int(self.model.config.predicts_next_token)
-        positions = [num_prefix + first + k - before for k in range(num_targets)]
-        labels = ids[first : first + num_targets]
+        positions, labels = [num_prefix + i - before for i in targets], [ids[i] for i in targets]
         if not self.has_query_stream:
             assert self.vocab.mask is not None
-            ids = [*ids[:first], *[self.vocab.mask] * (last - first), *ids[last:]]
+            ids = list(ids)
+            for i in hidden:
+                ids[i] = self.vocab.mask
         input_ids, token_types = self.template.apply(ids)
         query = LogprobQuery(input_ids, positions, labels)
         if self.template.last_token_type is not None:  # XLNet always reads segments
@@ -390,9 +403,11 @@ class MaskedScorer(Scorer):
             return query
         # Rank 0 is context, 1 a target and 2 masked only: a token attends to ranks up to its own, strictly in XLNet's
         # query stream.
-        hidden = [1] * num_targets + [2] * (last - first - num_targets)
-        rank = [0] * (num_prefix + first) + hidden
-        return query._replace(attention_rank=rank + [0] * (len(input_ids) - len(rank)))
+        rank = [0] * len(input_ids)
+        for positions_of_rank, value in ((hidden, 2), (targets, 1)):
+            for i in positions_of_rank:
+                rank[num_prefix + i] = value
+        return query._replace(attention_rank=rank)
 
 
 class SpanScorer(Scorer):
@@ -439,6 +454,32 @@ class SpanScorer(Scorer):
         query = self.blank_query(split)
         return [query._replace(target_positions=query.target_positions[:-1], labels=query.labels[:-1])]
 
+    def hidden_words_query(self, ids: list[int], spans: Sequence[tuple[int, int]]) -> LogprobQuery:
+        """T5's decoder restores one span after the other, and the sentinel after a span ends it: a label as well.
+
+        BART's decoder reads the whole text; the tokens of the spans are its labels.
+        """
+        prefix, start = list(self.template.prefix_ids), self.template.decoder_start_id
+        ends = [*(first for first, _ in spans[1:]), len(ids)]
+        if self.adds_bos:
+            assert self.vocab.mask is not None
+            marks, decoder_input_ids = [self.vocab.mask] * len(spans), [start, *prefix, *ids]
+            labels = [i for first, last in spans for i in ids[first:last]]
+            positions = [len(prefix) + i for first, last in spans for i in range(first, last)]
+        else:
+            marks = list(self.vocab.sentinel_ids[: len(spans)])
+            if len(marks) < len(spans):
+                raise UserError(f"The tokenizer has {len(marks)} sentinels, and {len(spans)} words are hidden.")
+            target_ids = [i for mark, (first, last) in zip(marks, spans, strict=True) for i in (mark, *ids[first:last])]
+            next_mark = next(iter(self.vocab.sentinel_ids[len(spans) :]), self.template.eos_id)
+            decoder_input_ids = [start, *target_ids]
+            labels = [*target_ids[1:], next_mark]
+            positions = list(range(1, len(decoder_input_ids)))
+        kept = [i for mark, (_, last), end in zip(marks, spans, ends, strict=True) for i in (mark, *ids[last:end])]
+        return LogprobQuery(
+            [*prefix, *ids[: spans[0][0]], *kept, self.template.eos_id], positions, labels, decoder_input_ids
+        )
+
     def is_exact_match(self, query: LogprobQuery, logprobs: TokenLogprobs) -> bool:
         ends = {*self.vocab.special_ids, query.labels[-1]}
         return (
@@ -463,7 +504,13 @@ class DecoderSpanScorer(SpanScorer):
         return self.max_length - self.template.num_special_tokens() - 2
 
     def blank_query(self, split: SplitText) -> LogprobQuery:
-        query = super().blank_query(split)
+        return self.to_decoder_row(super().blank_query(split))
+
+    def hidden_words_query(self, ids: list[int], spans: Sequence[tuple[int, int]]) -> LogprobQuery:
+        return self.to_decoder_row(super().hidden_words_query(ids, spans))
+
+    def to_decoder_row(self, query: LogprobQuery) -> LogprobQuery:
+        """Join the encoder's input and the decoder's to one row."""
         assert query.decoder_input_ids is not None
         _, *target_ids = query.decoder_input_ids  # the end of the text stands for the decoder's start token
         num_before = len(query.input_ids) - 1
