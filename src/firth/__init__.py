@@ -11,6 +11,7 @@ from firth.core.errors import UserError
 if TYPE_CHECKING:
     from firth.api import (
         Predictor,
+        adapt,
         check,
         compare,
         embed,
@@ -37,6 +38,7 @@ __version__ = "0.1.0"
 __all__ = [
     "Predictor",
     "UserError",
+    "adapt",
     "check",
     "compare",
     "embed",

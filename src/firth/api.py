@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from firth.commands.adapt import adapt
 from firth.commands.evaluate import evaluate, evaluate_suite, predict
 from firth.commands.export import export
 from firth.commands.finetune import finetune
@@ -30,6 +31,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "Predictor",
+    "adapt",
     "check",
     "compare",
     "embed",

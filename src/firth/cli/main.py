@@ -156,6 +156,29 @@ def pretrain(json: bool, resume: bool, resume_from_checkpoint: bool = False, **o
 
 
 @command(
+    opt.AdaptOptions,
+    Recipe,
+    "num_train_epochs minutes max_steps max_seq_length learning_rate global_batch_tokens bf16 device save_steps seed",
+    hidden_fields=("checkpoint", "teacher", "warm_start", "mix_temperature", *DISTRIBUTED_FIELDS),
+    examples="""
+firth adapt run/final --data swahili.txt --output-dir sw
+firth adapt bert-base-uncased/ --data mails/ --general books/ --output-dir m
+firth adapt run/final --data laws/ --new-tokens 0 --minutes 30 --output-dir x
+""",
+)
+def adapt(json: bool, resume: bool, resume_from_checkpoint: bool = False, **options: Any) -> None:
+    """Continue the pretraining of a checkpoint on text of a domain, and measure what it gains and forgets.
+
+    Measures bits per byte and tokens per word on held-out domain and general text, adds words of the domain to the
+    tokenizer where that pays, trains with the checkpoint's own objective on the domain and a share of general text,
+    and measures again. final/ opens in transformers; report.html and results.json have all figures.
+    """
+    from firth import api
+
+    render.print_adaptation(api.adapt(resume=resume or resume_from_checkpoint, **options), json)
+
+
+@command(
     opt.PlanOptions,
     examples="""
 firth plan --data books/ --minutes 10              # the best encoder

@@ -620,6 +620,33 @@ class PretrainOptions(PretrainDataOptions, ResumeOptions, DryRunOptions):
 
 
 @dataclass(kw_only=True)
+class AdaptOptions(RecipeOptions, TextOptions, ResumeOptions, DryRunOptions):
+    checkpoint: str = option(
+        ..., "A pretrained checkpoint, ours or a published one, with its LM head: RUN/final.", argument=True
+    )
+    data: list[str] = option(..., "Train on this text of the domain. Repeat it for more.", "PATH")
+    output_dir: str = option(..., "Write the run to this folder.", "FOLDER")
+    general: list[str] | None = option(
+        None,
+        "Replay this text, and measure forgetting on it: text of the kind that the checkpoint was trained on. Default: "
+        "the text of its own run, where that still exists.",
+        "PATH",
+        topic="Forgetting",
+    )
+    replay_share: float = option(
+        0.1, "Take this share of the training tokens from the general text; 0 replays nothing.", topic="Forgetting"
+    )
+    new_tokens: str = option(
+        "auto",
+        "Add this many words of the domain to the tokenizer (0: none), or with auto all that pay: they must save "
+        "3% of the tokens of held-out text.",
+        "N",
+        topic="Tokenizer",
+    )
+    held_out: float = option(0.05, "Hold out this fraction of the documents, to measure on.")
+
+
+@dataclass(kw_only=True)
 class PlanOptions(TextOptions, JsonOptions):
     model: list[str] | None = option(
         None,

@@ -155,6 +155,21 @@ def print_pretraining(result: Mapping[str, Any], as_json: bool) -> None:
         say(f"{result['summary']}; next: {result['next']}")
 
 
+def print_adaptation(result: Mapping[str, Any], as_json: bool) -> None:
+    """Both texts before and after, then what the figures mean."""
+    if as_json or result.get("dry_run"):
+        print_result(result, as_json, "Adaptation")
+        return
+    from firth.lab.adapt_page import measure_table
+
+    show_table(f"{result['checkpoint']} adapted to {result['data']}", *measure_table(result))
+    say(f"{result['new_tokens']['decision']}")
+    say(f"The model is {Path(result['output_dir']) / 'final'}.")
+    if "report" in result:
+        say(f"The report is {result['report']}.")
+        say(f"{result['summary']}; next: {result['next']}")
+
+
 def readable_estimate(result: Mapping[str, Any]) -> dict[str, Any]:
     """A dry run's result with sizes and times as text.
 

@@ -119,7 +119,6 @@ def adapt(
         measured_bytes = read_measured_bytes(folder, source)
         samples = {"domain": sample_held_out(domain_text, measured_bytes, "the domain text")}
         check_sample(samples["domain"], "--data")
-        say(domain_text.corpus.describe())
         if general_text is not None:
             samples |= sample_general(general_text, measured_bytes, general_name)
         begun = begin(folder, source, domain_text, samples, measured_bytes, requested)

@@ -121,12 +121,12 @@ def add_fragmentation(page: HtmlPage, results: Mapping[str, Any], folder: Path) 
         columns = ["word", "count", "split before", "tokens before", "tokens now"]
         page.add_table(columns, rows, "Words of held-out domain text whose splits cost the most tokens.")
     if new["best"]:
-        rows = [
+        best = [
             (one["token"], one["count"], round(one["saved_per_mb"]), " ".join(one["old_pieces"]))
             for one in new["best"][:MAX_PAGE_TOKENS]
         ]
         page.add_table(
             ["new token", "count", "tokens saved per MB", "old pieces"],
-            rows,
+            best,
             f"The best of {new['added']:,} new tokens. Their vectors start at the mean of those of the old pieces.",
         )

@@ -31,7 +31,9 @@ HASH_RANGE = 2**64
 class SplitText(Protocol):
     """Documents, each with whether it is held out. Each iteration reads them again."""
 
-    held_out: float  # share that `prepare` has to hold out; 0: held-out documents must not be given to it
+    @property
+    def held_out(self) -> float:
+        """Share that `prepare` has to hold out; 0: held-out documents must not be given to it."""
 
     def __iter__(self) -> Iterator[tuple[Document, bool]]: ...
 

@@ -36,6 +36,7 @@ RUN_FILES = (
         "predictions.jsonl",
         "finetuning.json",
         "learning_rate.json",
+        "adapt.json",
         "report.html",
         LOCK_FILE,
         CLOCK_FILE,
