@@ -124,7 +124,7 @@ MISTAKES: dict[str, tuple[str, dict[str, Any], str]] = {
     "a dev without train": ("t5", {"dev": {"kind": "a", "word": "b", "worde": "c"}}, "--dev worde=.* 'word'"),
     "a train without dev": ("t5", {"dev": {"kind": "a"}}, "--train word=.* has no --dev word"),
     "a prefix for all": ("t5", {"prefix": "x: "}, "names no task"),
-    "a task of heads": ("t5", {"task": {"kind": "embed"}}, "answered as text"),
+    "a task of heads": ("t5", {"task": {"kind": "embed"}}, "embed are learned alone"),
     "an unknown metric": ("t5", {"metric": "accuracy"}, "average, kind.accuracy"),
     "a temperature": ("t5", {"mix_temperature": 2.0}, "from 0"),
 }

@@ -264,7 +264,7 @@ def show(json: bool, **options: Any) -> None:
     examples="""
 firth finetune run/final --task pair --train a.csv --dev b.csv --output-dir x
 firth finetune run/final ... --against scratch --seeds 5  # gain, with a test
-firth finetune llama/ ... --lora-rank 8 --learning-rate 2e-4
+firth finetune small/ ... --teacher large/final --augment 10 --against alone
 """,
 )
 def finetune(json: bool, resume: bool, resume_from_checkpoint: bool = False, **options: Any) -> None:

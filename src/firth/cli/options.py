@@ -54,9 +54,10 @@ TOPICS = {
     KEY_VALUE: "overrides",
 }
 RECIPE_TOPICS = {
-    DATA: "encoding shots max_seq_length prefix day order split memory mix_temperature",
+    DATA: "encoding shots max_seq_length prefix day order split memory mix_temperature mix_cap mix_weights",
     "Trained parameters": "from_scratch answer freeze unfreeze_every layer_decay class_weights layers pool bilstm crf "
     "contrastive_margin contrastive_scale lora_rank lora_alpha lora_dropout lora_targets",
+    "Distillation": "teacher distill_alpha distill_temperature unlabeled augment augment_rate augment_model",
     "Preferences": "preference_loss beta label_smoothing simpo_gamma center_rewards_coefficient",
     "Seeds and scores": "search seeds metric baseline load_best early_stopping",
     "Generated answers": "max_target_length num_beams length_penalty",
@@ -730,10 +731,20 @@ class FinetuneOptions(RecipeOptions, ResumeOptions, DryRunOptions):
         topic=TRAINING,
         common=False,
     )
+    from_: str | None = option(
+        None,
+        "Start from this fine-tuned CHECKPOINT: its layers are kept, the head is new where labels differ (STILTs). "
+        "Default: from CHECKPOINT itself.",
+        "FINETUNED",
+        flag="--from",
+        topic="Trained parameters",
+        common=False,
+    )
     against: str | None = option(
         None,
         "Fine-tune this checkpoint too (scratch: random weights) and test the difference. Both arms have the same "
-        "settings; the test is over seeds and dev examples, and needs 3 seeds or more. Default: none.",
+        "settings; the test is over seeds and dev examples, and needs 3 seeds or more. With --teacher, alone "
+        "fine-tunes the same checkpoint without it. Default: none.",
         "CHECKPOINT",
         topic="Seeds and scores",
     )
@@ -935,3 +946,4 @@ class ExportOptions(OutputOptions):
         "NAME",
     )
     check: bool = option(False, "Open the export in transformers and compare the logits.")
+    task: str = option("", "Export one of several tasks with heads, as a model for this task alone.", "NAME")

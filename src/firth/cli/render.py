@@ -261,7 +261,17 @@ def print_seeds(result: Mapping[str, Any], dev: str, output_dir: str) -> None:
     names, rows = seed_table(result)
     cells = [(name, *format_score_row(name, names[1:], values)) for name, *values in rows]
     show_table(f"{result['task']} on {dev}", names, cells)
+    print_distillation(result)
     say(f"The model is {output_dir}/final, the report {result['report']}; next: firth predict {output_dir}/final ...")
+
+
+def print_distillation(result: Mapping[str, Any]) -> None:
+    """Teacher and student side by side, if the run has a teacher."""
+    from firth.evaluate.report import distillation_table
+
+    if result.get("distillation"):
+        columns, rows = distillation_table(result)
+        show_table("teacher and student, milliseconds per example", columns, rows)
 
 
 def format_score_row(metric: str, names: Sequence[str], values: Sequence[Any]) -> list[str]:
@@ -278,7 +288,8 @@ def print_arms(result: Mapping[str, Any]) -> None:
         {Path(arm["output_dir"]).name: {**arm, "metric": result["metric"]} for arm in (result, other)}
     )
     cells = [(arm, *format_score_row(result["metric"], names[1:], values)) for arm, *values in rows]
-    show_table(f"{result['task']} from two starts", names, cells)
+    show_table(f"{result['task']}: two arms", names, cells)
+    print_distillation(result)
     say(f"The model is {result['output_dir']}/final, the report {result['report']}.")
 
 

@@ -16,13 +16,14 @@ def export(
     check: bool = False,
     overwrite: bool = False,
     format: str = "huggingface",
+    task: str = "",
 ) -> dict[str, Any]:
     """Write a Hugging Face folder that `AutoModel...from_pretrained` opens.
 
     `check` opens it in transformers and returns the largest difference of a logit as `max_difference`, and the other
     side as `compared_with`; without `output_dir` in a temporary folder, so that nothing is written. `format` "word2vec"
     or "glove" writes word vectors as gensim reads them, "firth" a checkpoint of them for `finetune`; the checkpoint can
-    then be a file of vectors.
+    then be a file of vectors. `task` names one of several tasks with heads: the folder is a model for it alone.
     """
     if check and format != "huggingface":
         raise UserError(f"--check compares logits in transformers, and {format} has none. Leave it out.")
@@ -36,7 +37,7 @@ def export(
         if not check:
             raise UserError("--output-dir is missing: name the folder to write, or pass --check to compare only.")
         with TemporaryDirectory(prefix="firth-export-") as folder:
-            write_export(Path(checkpoint), Path(folder) / "export")
+            write_export(Path(checkpoint), Path(folder) / "export", task)
             return check_export(Path(folder) / "export")
     path = Path(output_dir)
     if path.exists() and Path(checkpoint).exists() and path.samefile(checkpoint):
@@ -46,7 +47,7 @@ def export(
     if format != "huggingface":
         files = write_vectors(load_word_vectors(checkpoint), path, format)
         return {"output_dir": str(path), "files": list(map(str, files))}
-    write_export(Path(checkpoint), path)
+    write_export(Path(checkpoint), path, task)
     return {"output_dir": str(path), **(check_export(path) if check else {})}
 
 

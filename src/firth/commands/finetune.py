@@ -16,7 +16,7 @@ from firth.models import ModelConfig, read_config
 from firth.recipes import finetuning_defaults, preference_defaults, with_rate_candidates
 from firth.recipes import named_finetuning_defaults as named_recipe
 from firth.recipes.finetuning import FINETUNE_RECIPES
-from firth.tasks.recipe import FinetuneRecipe
+from firth.tasks.recipe import DISTILLATION_FIELDS, FinetuneRecipe
 from firth.text.labelled import infer_task
 from firth.tokens import load_tokenizer
 from firth.train.launch_env import require_single_process
@@ -39,6 +39,7 @@ def finetune(
     allow_change: bool = False,
     rewind: int | None = None,
     against: str | Path | None = None,
+    from_: str | Path | None = None,
     dry_run: bool = False,
     **options: Any,
 ) -> dict[str, Any]:
@@ -55,7 +56,11 @@ def finetune(
     recipe or examples have changed is refused unless `allow_change`; `rewind` is as in `pretrain`.
 
     `against` fine-tunes a second arm with the same settings, and tests the difference: "scratch" starts from random
-    weights, a folder from another checkpoint. The arms are the runs finetuned/ and scratch/ (or against/).
+    weights, "alone" without the teacher, a folder from another checkpoint. The arms are the runs finetuned/ and
+    scratch/ (alone/, against/).
+
+    `from_` starts from a fine-tuned `checkpoint` (STILTs): its layers are kept, the head is new where labels differ.
+    With `teacher` the student learns the predictions of a fine-tuned checkpoint (`tasks/distill.py`).
     `dry_run` estimates the run and writes nothing.
     """
     require_single_process("Fine-tuning runs in one process: start one run per GPU for several seeds.")
@@ -84,6 +89,10 @@ def finetune(
             )
         return plan
 
+    if from_ is not None:
+        from firth.tasks.chain import resolve_intermediate
+
+        checkpoint = resolve_intermediate(checkpoint, from_)
     plan = make_plan(checkpoint)
     if plan.parallel != "none":
         raise UserError(f"parallel={plan.parallel} is for pretraining: fine-tuning runs in one process. Leave it out.")
@@ -98,9 +107,14 @@ def finetune(
         given["--minutes with --search"] = plan.minutes and plan.search  # both arms need equal steps
         if wrong := next((name for name, value in given.items() if value), None):
             raise UserError(f"--against {against} and {wrong} exclude each other: leave one out.")
-        from firth.lab.against import SCRATCH, finetune_against
+        from firth.lab.against import ALONE, SCRATCH, finetune_against
 
-        other = replace(plan, from_scratch=True) if str(against) == SCRATCH else make_plan(against)
+        if str(against) == ALONE and not plan.teacher:
+            raise UserError("--against alone compares with a student without a teacher: add --teacher FINETUNED.")
+        if str(against) == SCRATCH:
+            other = replace(plan, from_scratch=True)
+        else:
+            other = without_teacher(plan) if str(against) == ALONE else make_plan(against)
         return finetune_against(plan, other, resume, overwrite, allow_change)
     from firth.evaluate import write_run_report_and_card
     from firth.tasks import check_task
@@ -116,6 +130,11 @@ def finetune(
     with quiet():  # the run has printed all notices on these files
         examples = read_finetune_data(plan).dev
     return {**result, "report": str(write_run_report_and_card(Path(plan.output_dir), result, examples))}
+
+
+def without_teacher(recipe: FinetuneRecipe) -> FinetuneRecipe:
+    """Return the recipe of the same student without its teacher."""
+    return replace(recipe, teacher="", **{name: getattr(FinetuneRecipe, name) for name in DISTILLATION_FIELDS})
 
 
 def read_finetune_config(checkpoint: str | Path) -> ModelConfig:

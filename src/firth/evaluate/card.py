@@ -24,6 +24,7 @@ from firth.models import FIRTH_MODEL_TYPE, LMHead, ModelConfig, count_parameters
 from firth.models.config import TaskHead
 from firth.objectives import Mixture, Objective
 from firth.tasks import FinetuneRecipe
+from firth.tasks.chain import describe_chain
 from firth.tasks.recipe import read_task_file
 from firth.tokens import Tokenizer, load_tokenizer
 from firth.train import Recipe
@@ -148,7 +149,7 @@ def render_model_card(folder: Path) -> str:
         "Model": model_section(config, tokenizer, facts),
         "Intended use": intended_use_section(config, facts),
         "Data": data_section(recipe, read_if_present(run / "source.json", SourceFile)),
-        "Training": training_section(recipe, read_if_present(run / "results.json", RunResultsFile)),
+        "Training": training_section(recipe, read_if_present(run / "results.json", RunResultsFile), facts),
         "Scores": scores_section(scores),
         "Limitations": FILL_IN_PLACEHOLDER,
         "Licence": f"{FILL_IN_PLACEHOLDER} Also set `license` at the top of this file.",
@@ -239,7 +240,8 @@ def model_section(config: ModelConfig, tokenizer: Tokenizer, task_metadata: Mapp
 def intended_use_section(config: ModelConfig, task_metadata: Mapping[str, Any]) -> str:
     if "tasks" in task_metadata:
         names = ", ".join(
-            f"{name} ({t['task']}, prefix {t.get('prefix', '')!r})" for name, t in task_metadata["tasks"].items()
+            f"{name} ({t['task']}" + (f", prefix {t['prefix']!r})" if t.get("prefix") else ")")
+            for name, t in task_metadata["tasks"].items()
         )
         shown = escape_markdown(names)
         return f"The model was fine-tuned for several tasks, {shown}, on the data below. {FILL_IN_PLACEHOLDER}"
@@ -262,7 +264,7 @@ def data_section(recipe: Mapping[str, Any], source: Mapping[str, Any]) -> str:
     )
 
 
-def training_section(recipe: Mapping[str, Any], results: Mapping[str, Any]) -> str:
+def training_section(recipe: Mapping[str, Any], results: Mapping[str, Any], task_metadata: Mapping[str, Any]) -> str:
     rows = {name: recipe[name] for name in MAIN_RECIPE_FIELDS if recipe.get(name) not in EMPTY_VALUES}
     rows = {name: value for name, value in rows.items() if value or name not in OMITTED_IF_ZERO_FIELDS}
     rows |= {name: value for name, value in non_default_fields(recipe).items() if name not in rows}
@@ -271,6 +273,8 @@ def training_section(recipe: Mapping[str, Any], results: Mapping[str, Any]) -> s
     if isinstance(rows.get("max_steps"), int) and rows["max_steps"] < 1:
         del rows["max_steps"]
     rows |= {name: results[name] for name in ("steps", "tokens", "seconds") if results.get(name)}
+    if len(task_metadata.get("chain", ())) > 1:
+        rows["chain"] = describe_chain(task_metadata["chain"])
     return markdown_table(["", ""], rows) if rows else FILL_IN_PLACEHOLDER
 
 

@@ -18,7 +18,8 @@ from typing import Any, NamedTuple
 import torch
 
 from firth.core.console import say
-from firth.core.files import MODEL_CARD_FILE, atomic_folder
+from firth.core.errors import UserError
+from firth.core.files import MODEL_CARD_FILE, atomic_folder, write_json
 from firth.models import (
     FIRTH_MODEL_TYPE,
     ClassificationHead,
@@ -28,6 +29,7 @@ from firth.models import (
     Model,
     ModelConfig,
     MultipleChoiceHead,
+    MultiTaskHead,
     RegressionHead,
     SpanHead,
     TaskHead,
@@ -38,8 +40,11 @@ from firth.models import (
     write_model,
 )
 from firth.models.hf.checkpoint import with_special_token_template
+from firth.models.task_heads import MultiTaskHeadModule
 from firth.objectives import Batch
 from firth.tasks import TASK_FILE
+from firth.tasks.finetuned import select_task
+from firth.tasks.recipe import read_task_file
 from firth.text.open_text import import_optional
 
 HF_TASK_CLASSES = {
@@ -56,16 +61,34 @@ HF_TASK_CLASSES = {
 EXPORTED_EXTRA_FILES = (TASK_FILE, MODEL_CARD_FILE, "modules.json", "sentence_bert_config.json", "1_Pooling")
 
 
-def write_export(checkpoint: Path, folder: Path) -> None:
-    """Write a checkpoint without its training state, with its task file and model card."""
+def write_export(checkpoint: Path, folder: Path, task: str = "") -> None:
+    """Write a checkpoint without its training state, with its task file and model card.
+
+    `task` names one of several tasks with heads: the export is a model for this task alone.
+    """
     model = load_for_export(checkpoint)
+    facts = keep_one_head(model, task, checkpoint) if task else None
     with atomic_folder(folder) as temporary:
         write_model(model, temporary)
+        if facts is not None:  # the card and task.json are about all tasks
+            write_json(temporary / TASK_FILE, facts)
+            return
         for name in EXPORTED_EXTRA_FILES:
             if (checkpoint / name).is_dir():
                 shutil.copytree(checkpoint / name, temporary / name)
             elif (checkpoint / name).is_file() and not (name == MODEL_CARD_FILE and (folder / name).is_file()):
                 shutil.copyfile(checkpoint / name, temporary / name)  # a card that is there may have been edited
+
+
+def keep_one_head(model: Model, task: str, checkpoint: Path) -> dict[str, Any]:
+    """Leave a model the head of one task only; return the task.json of that task."""
+    facts = read_task_file(checkpoint)
+    if not isinstance(model.config.head, MultiTaskHead) or not isinstance(model.head, MultiTaskHeadModule):
+        raise UserError(f"{checkpoint} has one head: leave out --task.")
+    own = select_task(facts, task, str(checkpoint))
+    model.config, model.head = replace(model.config, head=model.config.head[task]), model.head[task]
+    chain = {"chain": facts["chain"]} if "chain" in facts else {}
+    return {name: value for name, value in own.items() if name != "head"} | chain
 
 
 def load_for_export(checkpoint: Path) -> Model:

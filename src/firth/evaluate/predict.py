@@ -21,25 +21,15 @@ from pathlib import Path
 from typing import Any
 
 from firth.core.console import format_count
-from firth.core.errors import UserError, did_you_mean, quote
 from firth.evaluate.embed import embed_texts, normalize_rows
 from firth.evaluate.predict_input import TEXT_ROLES, InputReader, PredictInput, TaskInput
 from firth.generate import generate_results
 from firth.metrics.tagging import are_span_tags, extract_entity_spans
-from firth.models import Model, ModelConfig, load_model
-from firth.models.config import (
-    ClassificationHead,
-    EmbeddingHead,
-    MultipleChoiceHead,
-    RegressionHead,
-    SpanHead,
-    TokenClassificationHead,
-)
-from firth.tasks import Prediction, make_task
+from firth.models import Model
+from firth.tasks import Prediction
 from firth.tasks.classify import ClassificationTask
-from firth.tasks.head_task import HeadTask
+from firth.tasks.finetuned import load_finetuned
 from firth.tasks.prompts import encode_task_prompts
-from firth.tasks.recipe import read_task_file
 from firth.tasks.regress import RegressionTask
 from firth.tasks.span_qa import split_context_windows
 from firth.text import Example
@@ -63,16 +53,7 @@ class Predictor:
         batch_size: int = 32,
         metadata: Mapping[str, Any] | None = None,
     ) -> None:
-        model = checkpoint if isinstance(checkpoint, Model) else load_model(checkpoint)
-        name = "This model" if isinstance(checkpoint, Model) else str(checkpoint)
-        facts = metadata or ({} if isinstance(checkpoint, Model) else read_task_file(Path(checkpoint)))
-        facts = facts or head_metadata(model.config, name)
-        self.facts = select_task(facts, task, name)
-        if model.tokenizer is None:
-            raise UserError(f"{name} has no tokenizer.")
-        self.task = make_task(self.facts["task"], self.facts, model.tokenizer, model.config)
-        if isinstance(self.task, HeadTask):
-            self.task.check_head(model.config, name)
+        model, self.task, self.facts = load_finetuned(checkpoint, task, metadata)
         self.reader = InputReader(self.task.name, *self.text_counts())
         self.compute = choose_compute(TrainingConfig(compile=False))  # a few batches do not repay a compilation
         self.model, self.batch_size, self.num_windowed_texts = model.to(self.compute.device), batch_size, 0
@@ -247,38 +228,3 @@ def reward_record(rewards: Sequence[float]) -> dict[str, Any]:
 
 def round_score(value: float) -> float:
     return round(float(value), SCORE_DIGITS)
-
-
-def head_metadata(config: ModelConfig, name: str) -> dict[str, Any]:
-    """Return what task.json would say of a checkpoint without one, by its head."""
-    head, facts = config.head, {"answer": "head", "is_inferred": True}
-    if isinstance(head, ClassificationHead) and head.num_marked == 1:
-        return {"task": "classify", "labels": head.names, **facts}
-    if isinstance(head, TokenClassificationHead):
-        return {"task": "tag", "labels": head.names, **facts, "is_inferred": False}
-    if isinstance(head, RegressionHead):
-        return {"task": "regress", "texts": head.num_orders, **facts}
-    kinds = {SpanHead: "span-qa", MultipleChoiceHead: "choice", EmbeddingHead: "embed"}
-    if task := next((task for kind, task in kinds.items() if isinstance(head, kind)), None):
-        return {"task": task, **facts, "is_inferred": False}
-    use = {
-        "encoder": "`firth fill` predicts words for blanks, `firth embed` gives vectors",
-        "decoder": "`firth generate` continues a text",
-        "encoder-decoder": "`firth generate` answers a text",
-    }[config.architecture]
-    raise UserError(
-        f"{name} is not fine-tuned for a task: {use}. "
-        f"`firth finetune {name} --task ... --train ... --dev ...` teaches it one."
-    )
-
-
-def select_task(facts: Mapping[str, Any], task: str, name: str) -> dict[str, Any]:
-    """Return the metadata of the task `task`, or of the only one."""
-    several = facts.get("tasks", {})
-    if several and task not in several:
-        unknown = f"There is no task {quote(task)}. {did_you_mean(task, several)}"
-        problem = unknown if task else "Choose one with --task."
-        raise UserError(f"{name} was fine-tuned for {', '.join(several)}. {problem}")
-    if not several and task not in ("", facts["task"]):
-        raise UserError(f"{name} was fine-tuned for {facts['task']}, not for {task}.")
-    return dict(several[task] if several else facts)

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from firth.core.console import say
-from firth.core.files import MODEL_CARD_FILE, read_object, read_utf8, read_yaml
+from firth.core.files import MODEL_CARD_FILE, format_bytes, read_object, read_utf8, read_yaml
 from firth.core.html import HtmlPage, make_axes, plot_loss_curve
 from firth.core.parse import parse_yaml
 from firth.evaluate.card import write_model_card
@@ -20,6 +20,7 @@ from firth.evaluate.search_page import SEARCH_PAGE, format_value, write_search_p
 from firth.metrics import ClassMetrics, format_metric, mean_and_std, per_class_metrics, per_type_metrics
 from firth.metrics.tagging import are_span_tags
 from firth.tasks import Prediction, read_predictions
+from firth.tasks.chain import describe_chain
 from firth.tasks.multitask import task_of
 from firth.tasks.preference import pair_rewards
 from firth.tasks.rate_trial import format_loss
@@ -112,6 +113,8 @@ def write_run_report(folder: Path, result: Mapping[str, Any], examples: Sequence
     page = HtmlPage(f"{task}: {', '.join(result.get('tasks', ())) or Path(settings['dev']).name}")
     start = "random weights" if result["from_scratch"] else "pretrained weights"
     facts = {"checkpoint": f"{settings['checkpoint']} ({start})", "train": settings["train"], "dev": settings["dev"]}
+    if len(result.get("chain", ())) > 1:
+        facts["chain"] = describe_chain(result["chain"])
     page.add_table(["", ""], [*facts.items(), ("dev examples", len(examples)), ("steps", format_list(result["steps"]))])
     page.add_heading("Scores")
     columns, rows = seed_table(result)
@@ -129,6 +132,7 @@ def write_run_report(folder: Path, result: Mapping[str, Any], examples: Sequence
         page.add_paragraph(f"Seeds whose loss diverged, without a score: {format_list(result['diverged'])}.")
     if result.get("comparison"):
         page.add_paragraph(describe_comparison(result["comparison"]))
+    add_distillation_section(page, result)
     add_rate_section(page, result)
     if result.get("search"):
         add_search_section(page, result["search"])
@@ -143,6 +147,34 @@ def write_run_report(folder: Path, result: Mapping[str, Any], examples: Sequence
     page.add_code(recipe)
     page.save(folder / "report.html")
     return folder / "report.html"
+
+
+def distillation_table(result: Mapping[str, Any]) -> tuple[list[str], list[tuple[str, ...]]]:
+    """Columns and rows of teacher and student: score, parameters, latency and size."""
+    metric, models = result["metric"], result["distillation"]
+    columns = ["model", metric, "deviation", "parameters", "ms, one by one", "ms, in batches", "size"]
+    rows = []
+    for name, model in models.items():
+        scores = (format_metric(metric, model["mean"]), format_metric(metric, model["std"]))
+        times = (f"{model[key]:.2f}" for key in ("ms_per_example", "ms_per_example_in_batches"))
+        rows.append((name, *scores, f"{model['parameters']:,}", *times, format_bytes(model["bytes"])))
+    return columns, rows
+
+
+def add_distillation_section(page: HtmlPage, result: Mapping[str, Any]) -> None:
+    """Add the table of teacher and student."""
+    if not result.get("distillation"):
+        return
+    page.add_heading("Distillation")
+    columns, rows = distillation_table(result)
+    devices = {model["device"] for model in result["distillation"].values()}
+    caption = (
+        f"Scores on dev. Milliseconds per example on this machine ({', '.join(devices)}), from text to prediction: one "
+        "example at a time, and in batches of 32. The size is that of the weights on disk."
+    )
+    page.add_table(columns, rows, caption)
+    if "student alone" not in result["distillation"]:
+        page.add_paragraph("A student without a teacher was not trained: --against alone trains one too.")
 
 
 def add_rate_section(page: HtmlPage, result: Mapping[str, Any]) -> None:

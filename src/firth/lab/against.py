@@ -21,16 +21,25 @@ from firth.core.errors import UserError
 from firth.core.files import write_results
 from firth.core.html import HtmlPage
 from firth.evaluate import write_run_report_and_card
+from firth.evaluate.report import add_distillation_section
 from firth.metrics import format_metric
 from firth.tasks import FinetuneRecipe, check_task, finetune
 from firth.tasks.finetune_data import read_finetune_data
+from firth.tasks.recipe import DISTILLATION_FIELDS
 from firth.tasks.results import describe_comparison
 from firth.train import load_recipe, run_folder
 from firth.train.recipe import recipe_differences
 
 SCRATCH = "scratch"  # the name of the arm of random weights, and its folder
+ALONE = "alone"  # of the arm of a student without its teacher
 FINETUNED_FOLDER, AGAINST_FOLDER = "finetuned", "against"
-ARM_FIELDS = ("output_dir", "checkpoint", "from_scratch")  # in which the arms differ on purpose
+ARM_FIELDS = (
+    "output_dir",
+    "checkpoint",
+    "from_scratch",
+    "teacher",
+    *DISTILLATION_FIELDS,
+)  # in which the arms differ on purpose
 SCHEDULE_FIELDS = ("max_steps", "warmup_steps", "eval_steps")
 
 
@@ -53,9 +62,11 @@ def finetune_against(
         say(f"the two arms differ in their family's defaults; give the option to both. {difference}")
     folder, inputs = Path(recipe.output_dir), [recipe.checkpoint, other.checkpoint, *recipe.label_files]
     with run_folder(folder, resume, overwrite, inputs):
-        first = folder / (SCRATCH if other.from_scratch else AGAINST_FOLDER)
+        is_alone = bool(recipe.teacher) and not other.teacher
+        first = folder / (SCRATCH if other.from_scratch else ALONE if is_alone else AGAINST_FOLDER)
         seeds = format_count(recipe.seeds, "seed")
         start = "the same model from random weights" if other.from_scratch else other.checkpoint
+        start += " without the teacher" * is_alone
         say(f"Arm 1 of 2: fine-tuning {start}, for comparison ({seeds})")
         other = replace(other, output_dir=str(first), minutes=recipe.minutes / 2)
         with run_series([1.0, 1.0]) as series:
@@ -104,8 +115,10 @@ def write_comparison_report(folder: Path, recipe: FinetuneRecipe, results: Mappi
     if ours["search"]:
         caption += " Each has chosen its settings by its own search on train."
     page.add_table(columns, cells, caption)
+    add_distillation_section(page, ours)
     page.add_heading("Arms")
-    starts = [recipe.checkpoint, "random weights" if other["from_scratch"] else "another checkpoint"]
+    other_start = recipe.checkpoint if other_name == ALONE else "another checkpoint"
+    starts = [recipe.checkpoint, "random weights" if other["from_scratch"] else other_start]
     facts = zip(results.items(), starts, strict=True)
     rows = [(name, start, f"{r['learning_rate']:g}", r["report"]) for (name, r), start in facts]
     page.add_table(["arm", "starts from", "learning rate", "report"], rows)

@@ -128,7 +128,8 @@ def describe_finetuning(recipe: FinetuneRecipe, num_arms: int = 1) -> dict[str, 
 
 
 def count_finetune_steps(recipe: FinetuneRecipe, data: FinetuneData) -> int:
-    examples = min(recipe.shots or len(data.train), len(data.train))
+    labelled = min(recipe.shots or len(data.train), len(data.train))
+    examples = labelled * (1 + recipe.augment) + len(data.unlabeled)
     epochs = recipe.num_train_epochs or DEFAULT_FINETUNE_EPOCHS
     planned = math.ceil(epochs * examples / recipe.global_batch_size)
     return recipe.max_steps or (planned if recipe.num_train_epochs else max(planned, MIN_DEFAULT_STEPS))

@@ -384,6 +384,31 @@ class EmbeddingHead:
 
 
 @dataclass(frozen=True)
+class NamedHead:
+    """The head of one of several tasks."""
+
+    name: str
+    head: ClassificationHead | RegressionHead | MultipleChoiceHead | TokenClassificationHead | SpanHead
+
+
+@dataclass(frozen=True)
+class MultiTaskHead:
+    """One head per task on a shared backbone (MT-DNN, Liu et al. 2019, section 3). `Batch.head` selects one by name."""
+
+    heads: tuple[NamedHead, ...]
+
+    def __getitem__(
+        self, name: str
+    ) -> ClassificationHead | RegressionHead | MultipleChoiceHead | TokenClassificationHead | SpanHead:
+        return {own.name: own.head for own in self.heads}[name]
+
+
+def head_key(name: str) -> str:
+    """Return the name of a task's module in a model with several heads; a module cannot be called `train` or `type`."""
+    return f"task_{name}"
+
+
+@dataclass(frozen=True)
 class DiscriminatorHead:
     """One logit per token: was it replaced? (ELECTRA's discriminator without its generator)."""
 
@@ -467,7 +492,15 @@ SUBSET_QUERY_POSITIONS = (NoPosition, LearnedPosition, SinusoidalPosition, Trans
 Norm = LayerNormConfig | RMSNormConfig | NoNormConfig
 Init = NormalInit | FanInInit | UniformInit
 Recurrent = AWDLSTMConfig | BiLSTMConfig | ELMoConfig | Seq2SeqConfig
-TaskHead = ClassificationHead | RegressionHead | MultipleChoiceHead | TokenClassificationHead | SpanHead | EmbeddingHead
+TaskHead = (
+    ClassificationHead
+    | RegressionHead
+    | MultipleChoiceHead
+    | TokenClassificationHead
+    | SpanHead
+    | EmbeddingHead
+    | MultiTaskHead
+)
 Head = (
     LMHead
     | ClassificationHead
@@ -476,6 +509,7 @@ Head = (
     | TokenClassificationHead
     | SpanHead
     | EmbeddingHead
+    | MultiTaskHead
     | DiscriminatorHead
 )
 Extra = (
@@ -752,6 +786,11 @@ class ModelConfig:
     def problems_of_head(self) -> list[str]:
         """Return what is wrong with the task head."""
         head, wrong = self.head, []
+        if isinstance(head, MultiTaskHead):
+            several = (
+                f"head {own.name}: {p}" for own in head.heads for p in replace(self, head=own.head).problems_of_head()
+            )
+            return list(several) if head.heads else ["model.head has no heads"]
         if isinstance(head, ClassificationHead | TokenClassificationHead) and not head.names:
             wrong.append(
                 "model.head has no classes" if isinstance(head, ClassificationHead) else "model.head has no tags"

@@ -55,7 +55,14 @@ from firth.models.recurrent.elmo import CharCNNEmbedding, ELMoStack
 from firth.models.recurrent.features import FeatureEncoder
 from firth.models.recurrent.lstm import make_bilstm_stack
 from firth.models.recurrent.seq2seq import Seq2SeqDecoder, Seq2SeqEncoder
-from firth.models.task_heads import TASK_HEAD_MODULES, AuxiliaryLMHeadModule, MultipleChoiceHeadModule, TaskHeadModule
+from firth.models.task_distill import TaskDistillation
+from firth.models.task_heads import (
+    AuxiliaryLMHeadModule,
+    MultipleChoiceHeadModule,
+    TaskHeadModule,
+    make_task_head,
+    select_task_head,
+)
 from firth.models.template import make_sequence_template
 from firth.models.two_stream import TwoStream
 from firth.tokens.lexicon import to_open_vocab
@@ -98,6 +105,7 @@ class Model(nn.Module):
     objective: dict[str, Any] | None = None  # the objective of pretraining, kept in checkpoints
     forced_tokens: ForcedTokens | None = None  # from its checkpoint; None: the family's default
     eos_token_ids: tuple[int, ...] | None = None  # the list in its checkpoint; None: the template's end token
+    distillation: TaskDistillation | None = None  # of a student that learns a task from a teacher
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
@@ -133,9 +141,9 @@ class Model(nn.Module):
     def logits(self, batch: BatchLike) -> Tensor:
         """Return logits at the target positions: (B, K, V), (B, K) of a discriminator, or those of a task head."""
         if isinstance(self.head, TaskHeadModule):
-            doc = self.head_document_ids(batch)
-            return self.head.resolve_dependent_logits(
-                self.head(self.hidden_states(batch), batch.target_positions, doc), batch.target_positions, doc
+            head, doc = select_task_head(self.head, batch), self.head_document_ids(batch)
+            return head.resolve_dependent_logits(
+                head(self.hidden_states(batch), batch.target_positions, doc), batch.target_positions, doc
             )
         x = self.target_hidden_states(batch)
         return self.head(x, self.embed.tokens.weight) if isinstance(self.head, LMHeadModule) else self.head(x)
@@ -152,6 +160,8 @@ class Model(nn.Module):
         """
         if isinstance(self.head, LMHeadModule):
             return self.lm_losses(self.target_hidden_states(batch), batch, with_metrics)
+        if isinstance(self.head, TaskHeadModule):
+            return self.task_losses(self.head, self.hidden_states(batch), batch)
         return {"targets": self.loss(batch)}
 
     @property
@@ -172,7 +182,7 @@ class Model(nn.Module):
     def loss(self, batch: BatchLike) -> Tensor:
         """Return the loss of the head, summed over the targets."""
         if isinstance(self.head, TaskHeadModule):
-            return self.task_loss(self.head, self.hidden_states(batch), batch)
+            return self.task_losses(self.head, self.hidden_states(batch), batch)["targets"]
         return self.lm_loss(self.target_hidden_states(batch), batch)
 
     def lm_loss(self, target_states: Tensor, batch: BatchLike) -> Tensor:
@@ -180,9 +190,13 @@ class Model(nn.Module):
         assert isinstance(self.head, LMHeadModule)
         return self.head.loss(target_states.flatten(0, -2), batch.labels.flatten(), self.embed.tokens.weight)
 
-    def task_loss(self, head: TaskHeadModule, x_BTD: Tensor, batch: BatchLike) -> Tensor:
-        doc = self.head_document_ids(batch)
-        return head.loss(head(x_BTD, batch.target_positions, doc), batch, doc)
+    def task_losses(self, head: TaskHeadModule, x_BTD: Tensor, batch: BatchLike) -> dict[str, Tensor]:
+        """Return the loss of a task head; of a student in two parts, with figures to log."""
+        head, doc = select_task_head(head, batch), self.head_document_ids(batch)
+        outputs = head(x_BTD, batch.target_positions, doc)
+        if self.distillation is not None:
+            return self.distillation.losses(head, outputs, batch, doc)
+        return {"targets": head.loss(outputs, batch, doc)}
 
     def logits_and_loss(
         self, x: Tensor, labels: Tensor | None, last_index: Tensor, document_ids: Tensor | None, shift_labels: bool
@@ -250,7 +264,7 @@ def make_head(config: ModelConfig) -> LMHeadModule | TaskHeadModule | Discrimina
     if isinstance(config.head, LMHead):
         return LMHeadModule(config, config.head)
     if isinstance(config.head, TaskHead):
-        return TASK_HEAD_MODULES[type(config.head)](config, config.head)
+        return make_task_head(config, config.head)
     return DiscriminatorHeadModule(config)
 
 
@@ -423,7 +437,7 @@ class Encoder(Model):
         assert isinstance(lm_head, AuxiliaryLMHeadModule)
         assert isinstance(self.head, TaskHeadModule)
         lm_loss = lm_head.loss(x_BTD.flatten(0, 1), batch.labels.flatten(), self.embed.tokens.weight)
-        parts = {"targets": self.task_loss(self.head, x_BTD, batch), "lm_targets": lm_head.loss_weight * lm_loss}
+        parts = self.task_losses(self.head, x_BTD, batch) | {"lm_targets": lm_head.loss_weight * lm_loss}
         metrics = {"task_loss/targets": parts["targets"], "lm_loss/lm_targets": lm_loss}
         return parts | detach_metrics(metrics) if with_metrics else parts
 

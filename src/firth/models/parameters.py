@@ -7,6 +7,7 @@ for large models. The formulas here repeat the modules: an (in, out) linear laye
 
 from __future__ import annotations
 
+from dataclasses import replace
 from itertools import pairwise
 
 from firth.core.errors import UserError
@@ -24,6 +25,7 @@ from firth.models.config import (
     LMHead,
     MaskDecoder,
     ModelConfig,
+    MultiTaskHead,
     NoNormConfig,
     QueryStream,
     RMSNormConfig,
@@ -82,6 +84,8 @@ def check_model_memory(config: ModelConfig, allocate: bool = True) -> None:
 
 def _heads_at_least(config: ModelConfig) -> int:
     """About how many numbers the head, extras and sinusoidal positions have: whatever a config can make large."""
+    if isinstance(config.head, MultiTaskHead):
+        return sum(_heads_at_least(replace(config, head=own.head)) for own in config.head.heads)
     head, total = config.head, 0
     if isinstance(head, LMHead):
         total += _lm_head(config, head)

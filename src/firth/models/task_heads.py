@@ -11,6 +11,7 @@ whose states the head reads, such as [CLS] of each text. So a head computes K ou
 | TokenClassificationHead | (B, K, C) logits | cross-entropy, or a CRF's negative log-likelihood |
 | SpanHead | (B, T, 2) logits | cross-entropy over the positions of a text, for start and end |
 | EmbeddingHead | (B, K, D) unit vectors | in-batch softmax over pairs (InfoNCE) |
+| MultiTaskHead | those of the head that the batch names | its own |
 
 A loss is a sum over targets. The caller divides by the number of targets in the global batch, so the result does not
 depend on the micro-batch size.
@@ -22,7 +23,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 import torch
 import torch.nn.functional as F
@@ -40,6 +41,7 @@ from firth.models.config import (
     LMHead,
     ModelConfig,
     MultipleChoiceHead,
+    MultiTaskHead,
     PooledHeadBase,
     RegressionHead,
     SpanHead,
@@ -47,6 +49,7 @@ from firth.models.config import (
     TaskHeadBase,
     TokenClassificationHead,
     convert_head_type,
+    head_key,
     inherit_dropout,
 )
 from firth.models.heads import LABEL_IGNORE_INDEX, LMHeadModule, gather_positions
@@ -258,11 +261,8 @@ class SpanHeadModule(DenseHeadModule):
 
         Labels (B, T, 2): 1 at the answer's start or end, 0 at other allowed positions, -1 elsewhere.
         """
-        labels_BT2, (B, T, _) = batch.task_labels, outputs.shape
-        doc_BT = labels_BT2.new_zeros((B, T), dtype=torch.long) if document_ids is None else document_ids
-        allowed_BT2 = (labels_BT2 >= 0) & (doc_BT[..., None] >= 0)
-        text_BT = doc_BT + T * torch.arange(B, device=doc_BT.device)[:, None]
-        group_BT2 = 2 * text_BT[..., None] + torch.arange(2, device=doc_BT.device)
+        labels_BT2, group_BT2 = batch.task_labels, span_group_ids(outputs, document_ids)
+        allowed_BT2 = (labels_BT2 >= 0) & (group_BT2 >= 0)
         score_N = outputs.flatten().float()
         nll_N = grouped_logsumexp(score_N, group_BT2.flatten(), allowed_BT2.flatten()) - score_N
         return torch.where((allowed_BT2 & (labels_BT2 == 1)).flatten(), nll_N, 0.0).sum() / 2
@@ -313,6 +313,32 @@ class EmbeddingHeadModule(TaskHeadModule):
         if labels is not None:
             raise UserError("An embedding head takes no labels: train it on pairs, in a batch with group_ids.")
         return self(x_BTD, positions_B[:, None], document_ids)[:, 0], None
+
+
+class MultiTaskHeadModule(TaskHeadModule):
+    """One head per task. A batch has examples of one task, and names its head (`Batch.head`)."""
+
+    def __init__(self, config: ModelConfig, spec: MultiTaskHead) -> None:
+        super().__init__()
+        self.names = [own.name for own in spec.heads]
+        self.heads = nn.ModuleDict({head_key(own.name): make_task_head(config, own.head) for own in spec.heads})
+
+    def __getitem__(self, name: str) -> TaskHeadModule:
+        return cast(TaskHeadModule, self.heads[head_key(name)])
+
+    def logits_and_loss(
+        self, x_BTD: Tensor, positions_B: Tensor, document_ids: Tensor | None, labels: Tensor | None
+    ) -> tuple[Tensor, Tensor | None]:
+        raise UserError(
+            f"This model has several heads ({', '.join(self.names)}): `firth export --task NAME` writes one with one."
+        )
+
+
+def select_task_head(head: TaskHeadModule, batch: Any) -> TaskHeadModule:
+    """Return the head that a batch names; the only one of a model for one task."""
+    if not isinstance(head, MultiTaskHeadModule):
+        return head
+    return head[batch.head]
 
 
 class AuxiliaryLMHeadModule(LMHeadModule):
@@ -374,6 +400,16 @@ def max_pool_documents(x_BTD: Tensor, target_positions_BK: Tensor, document_ids_
     return gather_positions(max_per_doc, document_ids_BT.gather(1, target_positions_BK))
 
 
+def span_group_ids(outputs_BT2: Tensor, document_ids: Tensor | None) -> Tensor:
+    """Return (B, T, 2): the softmax that a start or end logit belongs to, one of two for each text; -1 for padding."""
+    B, T, _ = outputs_BT2.shape
+    device = outputs_BT2.device
+    doc_BT = torch.zeros((B, T), dtype=torch.long, device=device) if document_ids is None else document_ids
+    text_BT = doc_BT + T * torch.arange(B, device=device)[:, None]
+    group_BT2 = 2 * text_BT[..., None] + torch.arange(2, device=device)
+    return torch.where(doc_BT[..., None] >= 0, group_BT2, -1)
+
+
 def grouped_logsumexp(score_N: Tensor, group_ids_N: Tensor, mask_N: Tensor) -> Tensor:
     """Return (N,): the logsumexp over each score's group. Group ids are below N; masked scores share an extra group.
 
@@ -415,7 +451,14 @@ TASK_HEAD_MODULES: dict[type, Callable[..., TaskHeadModule]] = {
     TokenClassificationHead: TokenClassificationHeadModule,
     SpanHead: SpanHeadModule,
     EmbeddingHead: EmbeddingHeadModule,
+    MultiTaskHead: MultiTaskHeadModule,
 }
+
+
+def make_task_head(config: ModelConfig, spec: TaskHead) -> TaskHeadModule:
+    return TASK_HEAD_MODULES[type(spec)](config, spec)
+
+
 TASK_HEAD_TYPES: dict[str, type[TaskHead]] = {
     "classify": ClassificationHead,
     "pair": ClassificationHead,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
@@ -38,6 +39,8 @@ class Batch(NamedTuple):
     reset_state: Any = None  # (B,) True where a row starts a new stream and recurrent state is reset
     group_ids: Any = None  # (B, K) question, pair or answer that a text or a target belongs to; -1 in unused slots
     reference_logps: Any = None  # (B, K) preference: log-likelihood of the target's answer under the reference
+    soft_labels: Any = None  # distillation: the teacher's logits, in the shape of the student's; NaN in unused slots
+    head: Any = None  # several tasks: the name (str) of the head that reads this batch
 
     # `task_labels` by task; a row holds several texts, and each text has a slot of `target_positions`:
     # classify, tag     (B, K) class; -100 in unused slots
@@ -64,7 +67,21 @@ class Batch(NamedTuple):
         counts = {"targets": self.num_targets, "tokens": self.num_tokens}
         if self.task_labels is not None and self.labels is not None:  # a task's labels, and LM labels beside them
             counts["lm_targets"] = _num_labels(self.labels)
+        if self.soft_labels is not None:
+            counts["soft_targets"] = self.num_soft_targets
         return counts if self.pair_labels is None else counts | {"pairs": len(self.pair_labels)}
+
+    @property
+    def num_soft_targets(self) -> int:
+        """Number of targets that a teacher has predicted: slots, questions of a choice, or texts with spans."""
+        is_used = self.soft_labels == self.soft_labels  # NaN is not itself
+        if self.group_ids is not None:
+            return _num_groups(np.where(to_numpy(is_used), to_numpy(self.group_ids), -1))
+        if self.target_positions is not None:
+            return int((is_used[..., 0] if is_used.ndim == 3 else is_used).sum())
+        documents = self.document_ids if self.decoder_document_ids is None else self.decoder_document_ids
+        row_BT = np.arange(len(documents))[:, None] * (documents.shape[1] + 1)
+        return _num_groups(np.where(to_numpy(is_used[..., 0]), row_BT + to_numpy(documents), -1))
 
     @property
     def num_tokens(self) -> int:
@@ -76,9 +93,13 @@ class Batch(NamedTuple):
             return num_input + _num_real_tokens(self.decoder_input_ids, self.decoder_document_ids)
         return num_input + self.num_targets  # a decoder reads one token for each label
 
+    def map_arrays(self, fn: Callable[[Any], Any]) -> Batch:
+        """Return the batch with `fn` applied to each of its arrays."""
+        return Batch(*(a if a is None or isinstance(a, str) else fn(a) for a in self))
+
     def to(self, device: torch.device) -> Batch:
         """Return the batch as tensors on a device."""
-        return Batch(*(None if a is None else to_device_async(to_host_tensor(a), device) for a in self))
+        return self.map_arrays(lambda a: to_device_async(to_host_tensor(a), device))
 
 
 def _num_real_tokens(input_ids: Any, document_ids: Any) -> int:
@@ -91,8 +112,11 @@ def _num_labels(labels: Any) -> int:
 
 
 def _num_groups(group_ids: Any) -> int:
-    distinct = np.unique(group_ids if isinstance(group_ids, np.ndarray) else group_ids.cpu().numpy())
-    return int((distinct >= 0).sum())
+    return int((np.unique(to_numpy(group_ids)) >= 0).sum())
+
+
+def to_numpy(array: Any) -> np.ndarray:
+    return array if isinstance(array, np.ndarray) else array.cpu().numpy()
 
 
 def to_host_tensor(array: np.ndarray) -> torch.Tensor:

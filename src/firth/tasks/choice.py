@@ -32,8 +32,13 @@ class ChoiceTask(HeadTask):
         group_A = np.repeat(np.arange(len(items)), [len(item.sequences) for item in items])
         right_A = [int(i == item.label) for item in items for i in range(len(item.sequences))]
         return packed.batch._replace(
-            group_ids=self.scatter_labels(packed, group_A, -1), task_labels=self.scatter_labels(packed, right_A, 0)
+            group_ids=self.scatter_labels(packed, group_A, -1),
+            task_labels=self.scatter_labels(packed, right_A, 0),
+            soft_labels=self.scatter_soft_labels(packed, items),
         )
+
+    def num_labels(self, item: EncodedExample) -> int:
+        return len(item.sequences)
 
     def decode_logits(self, items: Sequence[EncodedExample], logits: Array, packed: PackedBatch) -> list[Prediction]:
         score_A = gather_answer_logits(logits, packed).reshape(-1)

@@ -32,7 +32,8 @@ class ClassificationTask(HeadTask):
     def collate(self, items: Sequence[EncodedExample]) -> Batch:
         packed = self.pack_items(items)
         return packed.batch._replace(
-            task_labels=self.scatter_labels(packed, [item.label for item in items], IGNORE_INDEX)
+            task_labels=self.scatter_labels(packed, [item.label for item in items], IGNORE_INDEX),
+            soft_labels=self.scatter_soft_labels(packed, items),
         )
 
     def decode_logits(self, items: Sequence[EncodedExample], logits: Array, packed: PackedBatch) -> list[Prediction]:

@@ -15,17 +15,20 @@ from pathlib import Path
 from typing import Any
 
 from firth.core.console import say
+from firth.core.files import write_results
 from firth.core.memory import check_memory
 from firth.models import ModelConfig, read_config
 from firth.models.hf.tensors import find_weight_files
 from firth.models.lora import check_lora_support
 from firth.models.parameters import FLOAT_BYTES
 from firth.tasks.chat import template_uses_date
-from firth.tasks.finetune_data import check_example_checksums, read_finetune_data, write_data_notes
+from firth.tasks.distill import check_distillation, compare_models, make_extra_examples
+from firth.tasks.finetune_data import check_example_checksums, read_finetune_data, used_indices, write_data_notes
 from firth.tasks.finetune_job import encode_finetune_data, resolve_compile_options, with_recipe
 from firth.tasks.finetune_loss import with_reference_logps
 from firth.tasks.finetune_notices import describe_job
 from firth.tasks.finetune_schedule import resolve_seed_schedule
+from firth.tasks.head_task import HeadTask
 from firth.tasks.multitask import MultiTask, split_by_task
 from firth.tasks.recipe import FinetuneRecipe
 from firth.tasks.registry import make_task, make_task_without_examples
@@ -101,6 +104,7 @@ def run_seeds(
     if template_uses_date(tokenizer) and not recipe.day:
         recipe = replace(recipe, day=(earlier.day if earlier else "") or date.today().isoformat())
     task = make_run_task(recipe, data.train, tokenizer, config)
+    check_distillation(recipe, task)  # again, with the labels
     check_metric(recipe, data.dev, task)
     check_baseline(recipe, data.dev)
     # raise these errors before anything is written
@@ -113,13 +117,15 @@ def run_seeds(
     if earlier is None:
         check_resources(estimate_finetuning(recipe, task, config), stored.parent, select_device(SINGLE_PROCESS, recipe))
 
-    inputs = [recipe.checkpoint, *recipe.label_files, recipe.baseline]
+    inputs = [recipe.checkpoint, *recipe.label_files, recipe.baseline, recipe.teacher, recipe.unlabeled]
     folder = stored.parent
     with run_folder(folder, resume, overwrite, inputs), RunClock(folder, resume, began) as clock:
-        job = encode_finetune_data(
-            recipe, task, data, choose_compute(resolve_compile_options(requested, config, len(data.train))), folder
-        )
-        job = with_reference_logps(job)
+        compute = choose_compute(resolve_compile_options(requested, config, len(data.train)))
+        if recipe.teacher:
+            used = used_indices(recipe, data.train)
+            extra = make_extra_examples(recipe, data.train, used, data.unlabeled, compute, folder)
+            data = replace(data, extra=tuple(extra))
+        job = with_reference_logps(encode_finetune_data(recipe, task, data, compute, folder))
         if earlier is not None:
             recipe = merge_recipe(earlier, recipe, allow_change, FIXED_FINETUNE_FIELDS)
             recipe = check_example_checksums(recipe, data, allow_change)
@@ -144,7 +150,11 @@ def run_seeds(
             job = with_recipe(job, recipe)
         runs = train_seeds(job, resume)
         with explain_disk_errors(folder):
-            return summarize_seeds(recipe, task, data.train, data.dev, runs, folder)
+            results = summarize_seeds(recipe, task, data.train, data.dev, runs, folder)
+            if recipe.teacher and isinstance(task, HeadTask):
+                results["distillation"] = compare_models(recipe, task, data.dev, results, compute, folder)
+                write_results(folder / "results.json", results)
+            return results
 
 
 def keep_choices(earlier: FinetuneRecipe, recipe: FinetuneRecipe) -> FinetuneRecipe:
@@ -181,6 +191,7 @@ def check_task(recipe: FinetuneRecipe) -> None:
     }
     task = MultiTask(tasks) if recipe.tasks else tasks[""]
     recipe.apply_head_options(task.configure_model(config))
+    check_distillation(recipe, task)
 
 
 def make_run_task(recipe: FinetuneRecipe, train: Sequence[Example], tokenizer: Tokenizer, config: ModelConfig) -> Task:

@@ -16,6 +16,7 @@ from firth.core.console import format_count, say, warn
 from firth.core.errors import UserError, list_names, quote, shorten
 from firth.core.files import write_json
 from firth.metrics import are_span_tags, find_stray_tags
+from firth.tasks.distill import ExtraExample, read_unlabeled
 from firth.tasks.embed import select_positive_pairs
 from firth.tasks.multitask import qualify_ids, task_of
 from firth.tasks.recipe import FinetuneRecipe
@@ -32,6 +33,8 @@ class FinetuneData:
     train: list[Example]
     dev: list[Example]
     notes: tuple[RowNotes, ...] = ()  # per file: changed or skipped rows
+    unlabeled: tuple[Example, ...] = ()  # for a teacher to label
+    extra: tuple[ExtraExample, ...] = ()  # those, and copies with other words; they follow `train` in all indices
 
 
 def read_finetune_data(recipe: FinetuneRecipe) -> FinetuneData:
@@ -48,7 +51,7 @@ def read_finetune_data(recipe: FinetuneRecipe) -> FinetuneData:
 
 
 def read_task_data(recipe: FinetuneRecipe) -> FinetuneData:
-    notes = RowNotes(recipe.train), RowNotes(recipe.dev)
+    notes = RowNotes(recipe.train), RowNotes(recipe.dev), RowNotes(recipe.unlabeled)
     train = read_labelled(recipe.train, recipe.task, recipe.columns, "train", recipe.encoding, notes=notes[0])
     dev = read_labelled(recipe.dev, recipe.task, recipe.columns, "dev", recipe.encoding, notes=notes[1])
     if recipe.task in LABEL_TASKS:
@@ -66,7 +69,9 @@ def read_task_data(recipe: FinetuneRecipe) -> FinetuneData:
             "scored, and no spans."
         )
     warn_about_overlap(train, dev, recipe)
-    return FinetuneData(select_positive_pairs(train, recipe.train) if recipe.task == "embed" else train, dev, notes)
+    if recipe.task == "embed":
+        train = select_positive_pairs(train, recipe.train)
+    return FinetuneData(train, dev, notes, tuple(read_unlabeled(recipe, notes[2])))
 
 
 def write_data_notes(folder: Path, notes: Sequence[RowNotes]) -> None:
@@ -139,7 +144,7 @@ def is_fraction(label: str) -> bool:
 
 def check_example_checksums(recipe: FinetuneRecipe, data: FinetuneData, allow_change: bool) -> FinetuneRecipe:
     """Save the checksums of the examples in a new run; compare them in a resumed run."""
-    train, dev = checksum_examples(data.train), checksum_examples(data.dev)
+    train, dev = checksum_examples([*data.train, *data.unlabeled]), checksum_examples(data.dev)
     if recipe.dev_checksum not in ("", dev):
         raise UserError(
             f"{recipe.dev} has changed since this run began, and all scores of a run must use the same examples. "
@@ -147,8 +152,9 @@ def check_example_checksums(recipe: FinetuneRecipe, data: FinetuneData, allow_ch
         )
     if recipe.train_checksum not in ("", train):
         if not allow_change:
+            files = f"{recipe.train} or {recipe.unlabeled}" if recipe.unlabeled else recipe.train
             raise UserError(
-                f"{recipe.train} has changed since this run began. Restore the file, start a new run, or continue with "
+                f"{files} has changed since this run began. Restore the file, start a new run, or continue with "
                 "the new examples by --allow-change."
             )
         say(f"the run continues with changed training examples: {recipe.train}")
@@ -162,6 +168,17 @@ def select_train_examples(train: Sequence[Example], recipe: FinetuneRecipe, seed
     if recipe.tasks:
         return sample_each_task(train, recipe, seed)
     return sample_stratified([sampling_stratum(recipe.task, e) for e in train], recipe.shots, recipe.seed + seed)
+
+
+def used_indices(recipe: FinetuneRecipe, train: Sequence[Example]) -> list[int]:
+    """Return the indices of the training examples that any seed uses."""
+    return sorted({i for seed in range(recipe.seeds) for i in select_train_examples(train, recipe, seed)})
+
+
+def add_extra_indices(indices: Sequence[int], data: FinetuneData) -> list[int]:
+    """Add the unlabelled examples, and the copies of these examples."""
+    own, n = set(indices), len(data.train)
+    return [*indices, *(n + i for i, extra in enumerate(data.extra) if extra.source is None or extra.source in own)]
 
 
 def sample_each_task(train: Sequence[Example], recipe: FinetuneRecipe, seed: int) -> list[int]:

@@ -18,9 +18,11 @@ from firth.core.errors import UserError
 from firth.core.hashing import hash_uint64
 from firth.models import Model, ModelConfig
 from firth.objectives import Batch
-from firth.tasks.finetune_data import FinetuneData, select_train_examples
+from firth.tasks.distill import with_soft_labels
+from firth.tasks.finetune_data import FinetuneData, add_extra_indices, select_train_examples, used_indices
+from firth.tasks.head_task import HeadTask
 from firth.tasks.lm import LanguageModelingTask
-from firth.tasks.multitask import make_mixed_sampler
+from firth.tasks.multitask import MultiTask, make_mixed_sampler
 from firth.tasks.recipe import FinetuneRecipe
 from firth.tasks.reward import RewardTask
 from firth.tasks.shape_buckets import MAX_TRIAL_BATCHES, ShapeBuckets, fit_shape_buckets
@@ -56,6 +58,11 @@ class FinetuneJob:
     def execution_mode(self) -> str:
         return "compiled" if self.compute.compile else "replayed as CUDA graphs"
 
+    @property
+    def num_labelled(self) -> int:
+        """Number of training examples of the first seed with labels; those that a teacher labels follow them."""
+        return sum(i < len(self.data.train) for i in self.train_indices[0])
+
     def predict_dev(self, model: Model) -> list[Prediction]:
         size = 2 * self.recipe.per_device_train_batch_size
         return self.task.predict(model, self.dev_items, self.compute, size)
@@ -66,8 +73,15 @@ def encode_finetune_data(
 ) -> FinetuneJob:
     """Encode the training examples that any seed uses, and all dev examples."""
     chosen = [select_train_examples(data.train, recipe, seed) for seed in range(recipe.seeds)]
-    used = sorted({i for indices in chosen for i in indices})
-    items = dict(zip(used, encode_file(task, [data.train[i] for i in used], recipe.train), strict=True))
+    used = used_indices(recipe, data.train)
+    encoded = list(encode_file(task, [data.train[i] for i in used], recipe.train))
+    if recipe.teacher:
+        assert isinstance(task, HeadTask), "check_distillation"
+        extra = [example for _, example in data.extra]
+        encoded += task.encode(extra)
+        encoded = with_soft_labels(recipe, task, [*(data.train[i] for i in used), *extra], encoded, compute, folder)
+        chosen = [add_extra_indices(own, data) for own in chosen]
+    items = dict(zip([*used, *range(len(data.train), len(data.train) + len(data.extra))], encoded, strict=True))
     shapes = (
         sample_shape_buckets(recipe, task, [items[i] for i in chosen[0]])
         if compute.compile or compute.cuda_graphs
@@ -120,7 +134,12 @@ def make_finetune_batch_fn(
     """
     size, n = recipe.per_device_train_batch_size, len(items)
     epoch_order = lru_cache(maxsize=2)(partial(permute_epoch, n, recipe.seed))  # a batch may span two epochs
-    mixed = make_mixed_sampler(items, recipe.mix_temperature, recipe.mix_cap, recipe.seed) if recipe.tasks else None
+    mixed = None
+    if isinstance(task, MultiTask):
+        run_length = recipe.global_batch_size if task.has_heads else 1
+        mixed = make_mixed_sampler(
+            items, recipe.mix_temperature, recipe.mix_cap, recipe.seed, recipe.mix_weights, run_length
+        )
 
     def pick(index: np.ndarray) -> list[Any]:
         if n > MAX_STORED_ORDER:
@@ -149,9 +168,16 @@ def resolve_compile_options(recipe: FinetuneRecipe, config: ModelConfig, num_tra
     if recipe.compile is None and not recipe.engine.compile_regions and (sequential or not long):
         recipe = replace(recipe, compile=False)
     on_gpu = select_device(SINGLE_PROCESS, recipe).type == "cuda"
+    # a graph keeps the gradients of heads that a step does not use at 0, and the optimizer would move them
+    generates = recipe.answer == "text" or (config.architecture == "encoder-decoder" and not config.adds_bos)
+    has_several_heads = bool(recipe.tasks) and not generates
     if recipe.engine.cuda_graphs is None and recipe.compile is False and on_gpu:
         uncapturable = (
-            sequential or recipe.unfreeze_every or recipe.engine.weights == "bf16" or recipe.gradient_checkpointing
+            sequential
+            or has_several_heads
+            or recipe.unfreeze_every
+            or recipe.engine.weights == "bf16"
+            or recipe.gradient_checkpointing
         )
         recipe = replace(recipe, engine=replace(recipe.engine, cuda_graphs=not uncapturable))
     return recipe

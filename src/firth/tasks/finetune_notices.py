@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections import Counter
 
 from firth.core.console import format_count
-from firth.models import LMHead, ModelConfig
+from firth.models import LMHead, ModelConfig, MultiTaskHead
+from firth.tasks.chain import describe_start
 from firth.tasks.finetune_data import FinetuneData
 from firth.tasks.finetune_job import FinetuneJob
-from firth.tasks.multitask import mixing_rates
+from firth.tasks.multitask import MultiTask, mixing_rates
 from firth.tasks.recipe import FinetuneRecipe
 from firth.tasks.seed_model import has_same_labels
 from firth.tasks.task import Task
@@ -23,7 +24,9 @@ def describe_job(job: FinetuneJob, config: ModelConfig) -> list[str]:
         *describe_length_limit(config, recipe),
         *describe_missing_shots(recipe, job.data),
         *describe_mixture(recipe, job),
+        *describe_teacher(recipe, job),
         *task.notices,
+        *describe_start(config, recipe),
         *describe_head(config, task, recipe),
         *describe_unused_answer_options(config, task, recipe),
         *([f"the step is {job.execution_mode} for {job.shape_buckets}"] if job.shape_buckets is not None else []),
@@ -52,11 +55,27 @@ def describe_mixture(recipe: FinetuneRecipe, job: FinetuneJob) -> list[str]:
     if not recipe.tasks:
         return []
     counts = Counter(job.train_items[i].task for i in job.train_indices[0])
-    rates = mixing_rates(counts, recipe.mix_temperature, recipe.mix_cap)
+    rates = mixing_rates(counts, recipe.mix_temperature, recipe.mix_cap, recipe.mix_weights)
+    part = "steps" if isinstance(job.task, MultiTask) and job.task.has_heads else "batches"
     return [
-        f"{name}: {format_count(counts[name], 'example')}, {100 * rate:.1f}% of the batches"
+        f"{name}: {format_count(counts[name], 'example')}, {100 * rate:.1f}% of the {part}"
         for name, rate in rates.items()
     ]
+
+
+def describe_teacher(recipe: FinetuneRecipe, job: FinetuneJob) -> list[str]:
+    """Notice: what a student learns from."""
+    if not recipe.teacher:
+        return []
+    copies = sum(extra.source is not None for extra in job.data.extra)
+    texts = [
+        format_count(job.num_labelled, "labelled example"),
+        *([format_count(len(job.data.unlabeled), "unlabelled example")] if job.data.unlabeled else []),
+        *([format_count(copies, "copy", "copies") + " with other words"] if copies else []),
+    ]
+    alpha = recipe.distill_alpha
+    shares = f"{alpha:g} of the loss is the teacher's predictions, {1 - alpha:g} the labels"
+    return [f"the student learns from {', '.join(texts)}: {shares}"]
 
 
 def describe_unused_answer_options(config: ModelConfig, task: Task, recipe: FinetuneRecipe) -> list[str]:
@@ -72,6 +91,8 @@ def describe_head(config: ModelConfig, task: Task, recipe: FinetuneRecipe) -> li
     head = task.configure_model(config).head
     if isinstance(head, LMHead):
         return []
+    if isinstance(head, MultiTaskHead) and not (has_same_labels(config, head) and not recipe.from_scratch):
+        return [f"new heads for {', '.join(own.name for own in head.heads)}, over one shared {config.architecture}"]
     if has_same_labels(config, head) and not recipe.from_scratch:
         return [f"training continues with the checkpoint's head for {task.name}"]
     return [

@@ -57,9 +57,9 @@ def resolve_seed_schedule(recipe: FinetuneRecipe, job: FinetuneJob, start_time: 
     evaluations = EARLY_STOPPING_EVALUATIONS if recipe.early_stopping else 1
     step_seconds, eval_seconds = measure() if recipe.minutes else (0.0, 0.0)
 
-    num_trials, trial_cost = count_trials(recipe, len(items))
+    num_trials, trial_cost = count_trials(recipe, job.num_labelled)
     # a held-out batch costs about a third of a step
-    held_out_steps = num_trials * num_held_out(len(items)) / recipe.per_device_train_batch_size / 3
+    held_out_steps = num_trials * num_held_out(job.num_labelled) / recipe.per_device_train_batch_size / 3
     resolved = resolve_schedule(
         replace(recipe, num_train_epochs=epochs),
         len(items),

@@ -15,9 +15,9 @@ N texts, B rows, T positions of a row, K slots of a row, A labels of a batch.
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from copy import copy
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from itertools import chain
 from typing import Any, NamedTuple
 
@@ -27,11 +27,19 @@ import torch
 from firth.core.errors import UserError, list_names, quote, shorten
 from firth.metrics import compute_metrics
 from firth.models import Head, Model, ModelConfig
-from firth.models.config import AuxiliaryLM, ClassificationHead, ELMoConfig, LMHead, MultipleChoiceHead, RegressionHead
+from firth.models.config import (
+    AuxiliaryLM,
+    ClassificationHead,
+    ELMoConfig,
+    LMHead,
+    MultipleChoiceHead,
+    MultiTaskHead,
+    RegressionHead,
+)
 from firth.objectives import IGNORE_INDEX, Batch
 from firth.tasks.packing import TextPacking, pack_texts
 from firth.tasks.shape_buckets import MAX_TRIAL_BATCHES, batch_shape, fit_shape_buckets, unpad_logits
-from firth.tasks.task import Prediction
+from firth.tasks.task import Prediction, batch_indices_by_length
 from firth.tasks.template import DELIMITER_TOKEN, EXTRACT_TOKEN, EncodedSequence, TaskTemplate
 from firth.text import Example
 from firth.tokens import Tokenizer
@@ -49,6 +57,7 @@ class EncodedExample:
 
     sequences: tuple[EncodedSequence, ...]
     label: Any = None
+    soft_label: Array | None = field(default=None, kw_only=True)  # the teacher's logits, in distillation
 
     @property
     def num_tokens(self) -> int:
@@ -71,6 +80,7 @@ class HeadTask:
     sequences_per_label = 1  # 2: both orders of a text pair give one label
     positions_per_label = 1  # 2: the markers of both entities give one label
     num_shapes = 0  # distinct batch shapes of the last prediction
+    head_name: str | None = None  # in a model with several heads
 
     def __init__(
         self,
@@ -133,7 +143,10 @@ class HeadTask:
 
     def check_head(self, config: ModelConfig, checkpoint: str) -> None:
         """Raise a UserError if the head of a checkpoint is not this task's: one of its files is damaged."""
-        heads = (config.head, self.head_config(config))
+        own = config.head
+        if isinstance(own, MultiTaskHead) and self.head_name is not None:
+            own = {named.name: named.head for named in own.heads}.get(self.head_name, own)
+        heads = (own, self.head_config(config))
         kinds = [(type(head), len(getattr(head, "names", ()))) for head in heads]
         if kinds[0] != kinds[1]:
             raise UserError(
@@ -146,7 +159,8 @@ class HeadTask:
 
     def metadata(self) -> dict[str, Any]:
         labels = {"labels": list(self.labels)} if self.labels else {}
-        return {"task": self.name, "answer": "head", **labels, "max_seq_length": self.template.max_length}
+        head = {"head": self.head_name} if self.head_name is not None else {}
+        return {"task": self.name, "answer": "head", **labels, "max_seq_length": self.template.max_length, **head}
 
     def score(self, examples: Sequence[Example], predictions: Sequence[Prediction]) -> dict[str, float]:
         return compute_metrics(self.name, [p.prediction for p in predictions], [e.target for e in examples])
@@ -184,6 +198,7 @@ class HeadTask:
             position_ids=position_ids_BT,
             token_type_ids=token_type_ids_BT,
             target_positions=target_positions_BK,
+            head=self.head_name,
         )
         if self.feeds_decoder:
             batch = self.add_decoder_inputs(batch)
@@ -211,6 +226,41 @@ class HeadTask:
         label_BK.reshape(-1)[packed.label_slots] = label_A
         return label_BK
 
+    def num_labels(self, item: Any) -> int:
+        """Return the number of slots that hold labels of an item."""
+        return 1
+
+    def split_logits(self, items: Sequence[Any], logits: Array, packed: PackedBatch) -> list[Array]:
+        """Split the logits of a batch by item, (labels of the item, ...) each."""
+        ends = np.cumsum([self.num_labels(item) for item in items])
+        return np.split(gather_answer_logits(logits, packed), ends[:-1])
+
+    def scatter_soft_labels(self, packed: PackedBatch, items: Sequence[EncodedExample]) -> Array | None:
+        """(B, K, ...): the teacher's logits of each slot, NaN in unused ones; None without a teacher."""
+        given = [item.soft_label for item in items if item.soft_label is not None]
+        if not given:
+            return None
+        soft_A = np.concatenate(given)
+        shape = self.scatter_labels(packed, 0, 0).shape
+        soft_BK = np.full((*shape, *soft_A.shape[1:]), np.nan, np.float32)
+        soft_BK.reshape(-1, *soft_A.shape[1:])[packed.label_slots] = soft_A
+        return soft_BK
+
+    @torch.no_grad()
+    def compute_logits(
+        self, model: Model, items: Sequence[Any], compute: ComputeConfig, batch_size: int
+    ) -> list[Array]:
+        """Return the logits of each item, in order (`split_logits`); computed in order of length."""
+        model.eval()
+        computing = copy(self)
+        computing.has_short_rows = not compute.compile
+        order = [i for batch in batch_indices_by_length(items, batch_size, lambda x: x.num_tokens) for i in batch]
+        logits: dict[int, Array] = {}
+        for chunk, logits_BK, packed in computing.batch_logits(model, [items[i] for i in order], compute, batch_size):
+            found = computing.split_logits(chunk, logits_BK, packed)
+            logits |= dict(zip(order[len(logits) : len(logits) + len(chunk)], found, strict=True))
+        return [logits[i] for i in range(len(items))]
+
     @torch.no_grad()
     def predict(self, model: Model, items: Sequence[Any], compute: ComputeConfig, batch_size: int) -> list[Prediction]:
         """Predict in eval mode. For compiled models, pad batches to a few shapes to limit recompilation.
@@ -230,6 +280,14 @@ class HeadTask:
         self, model: Model, items: Sequence[Any], compute: ComputeConfig, batch_size: int
     ) -> list[Prediction]:
         predictions: list[Prediction] = []
+        for chunk, logits, packed in self.batch_logits(model, items, compute, batch_size):
+            predictions += self.decode_logits(chunk, logits, packed)
+        return predictions
+
+    def batch_logits(
+        self, model: Model, items: Sequence[Any], compute: ComputeConfig, batch_size: int
+    ) -> Iterator[tuple[Sequence[Any], Array, PackedBatch]]:
+        """Yield the items of each batch with their logits."""
         chunks = [items[first : first + batch_size] for first in range(0, len(items), batch_size)]
         shapes = (
             fit_shape_buckets(map(self.collate, chunks[:MAX_TRIAL_BATCHES]), self.tokenizer.vocab.pad)
@@ -243,10 +301,9 @@ class HeadTask:
             with compute.autocast():
                 logits = model.logits(padded.to(compute.device))
             logits = unpad_logits(logits.float().cpu().numpy(), batch_shape(batch), batch_shape(padded))
-            predictions += self.decode_logits(chunk, logits, self.pack_items(chunk))
             seen_shapes.add(batch_shape(padded))
-        self.num_shapes = len(seen_shapes)
-        return predictions
+            self.num_shapes = len(seen_shapes)
+            yield chunk, logits, self.pack_items(chunk)
 
 
 def next_token_labels(input_ids_BT: Array, document_ids_BT: Array) -> Array:

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field, replace
 from datetime import date
 from pathlib import Path
 from typing import Any, Literal
 
-from firth.core.errors import UserError, quote
+from firth.core.errors import UserError, did_you_mean, quote
 from firth.core.files import read_object
 from firth.models import ModelConfig, TaskHead, TokenClassificationHead
 from firth.models.config import (
@@ -46,6 +47,8 @@ class TaskFile:
     length_penalty: float | None = None
     day: str | None = None
     json_schema: dict[str, Any] | None = None
+    head: str | None = None  # in a model with several heads
+    chain: tuple[dict[str, Any], ...] = ()  # the fine-tunings that led to the checkpoint
     tasks: dict[str, TaskFile] = field(default_factory=dict)
 
 
@@ -55,10 +58,42 @@ def read_task_file(checkpoint: Path) -> dict[str, Any]:
     return read_object(file, TaskFile) if file.is_file() else {}
 
 
+def check_mixing_weights(weights: Mapping[str, float], tasks: Collection[str]) -> None:
+    """Raise a UserError unless each task has a positive weight."""
+    for name, weight in weights.items():
+        if name not in tasks:
+            raise UserError(f"mix_weights: {quote(name)} is not a task. {did_you_mean(name, tasks)}")
+        if not 0 < weight < math.inf:
+            raise UserError(
+                f"mix_weights: {name}={weight:g} must be above 0. To leave a task out, do not name its files."
+            )
+    if missing := [name for name in tasks if name not in weights]:
+        raise UserError(f"mix_weights has no weight for the task {quote(missing[0])}: add {missing[0]}=1.")
+
+
+def parse_mix_weights(text: str, option: str) -> dict[str, float]:
+    """
+    >>> parse_mix_weights("sst2=2,rte=0.5", "--mix-weights")
+    {'sst2': 2.0, 'rte': 0.5}
+    """
+    try:
+        return {name.strip(): float(weight) for name, weight in (part.split("=") for part in text.split(","))}
+    except ValueError:
+        raise UserError(f"{option}: {quote(text)} is not NAME=WEIGHT. Write {option} sst2=2,rte=1.") from None
+
+
 SIDES = ("train", "dev")
 FINETUNE_TASKS = (
     *("classify", "pair", "relation", "word-in-context", "regress", "choice", "tag", "span-qa"),
     *("text-to-text", "extract", "lm", "preference", "reward", "embed"),
+)
+DISTILLATION_FIELDS = (
+    "distill_alpha",
+    "distill_temperature",
+    "unlabeled",
+    "augment",
+    "augment_rate",
+    "augment_model",
 )
 PREFERENCE_FIELDS = ("preference_loss", "beta", "label_smoothing", "simpo_gamma")
 MIN_SEARCH_SETTINGS = 4
@@ -97,6 +132,12 @@ class FinetuneRecipe(TrainingConfig):
         "T5's T=2 is 0.5.",
     )
     mix_cap: int = recipe_field(2**19, "Several tasks: count at most this many examples of a task (T5's K).")
+    mix_weights: dict[str, float] = recipe_field(  # noqa: RUF009
+        None,
+        "Several tasks: sample them with these weights, instead of by their numbers of examples: sst2=2,rte=1.",
+        shown_default="none",
+        parse=parse_mix_weights,
+    )
     seeds: int = recipe_field(
         3,
         "Train this many times, with another order, head and dropout; report mean and deviation.",
@@ -257,6 +298,32 @@ class FinetuneRecipe(TrainingConfig):
     lora_targets: Literal["attention", "all"] = recipe_field(
         "attention", "LoRA: adapt the attention matrices, or all (attention and MLP)."
     )
+    teacher: str = recipe_field(
+        "",
+        "Distill this fine-tuned checkpoint: learn its predictions beside the labels. Its tokenizer may differ.",
+        shown_default="none",
+    )
+    distill_alpha: float = recipe_field(
+        0.5, "With --teacher: share of its predictions in the loss; 1 learns from them alone, 0 from the labels alone."
+    )
+    distill_temperature: float = recipe_field(
+        2.0,
+        "With --teacher: divide the logits of both by this before the softmax; above 1, small ones count more.",
+    )
+    unlabeled: str = recipe_field(
+        "",
+        "With --teacher: learn its predictions on this file too. Format as --train; labels are not read.",
+        shown_default="none",
+    )
+    augment: int = recipe_field(
+        0,
+        "With --teacher: learn its predictions on this many copies of each example, with words replaced by the "
+        "predictions of a masked language model (TinyBERT: 20); 0: none.",
+    )
+    augment_rate: float = recipe_field(0.4, "With --augment: replace each word of a copy with this probability.")
+    augment_model: str = recipe_field(
+        "", "With --augment: the masked language model.", shown_default="the checkpoint to fine-tune"
+    )
     day: str = recipe_field(
         "", "lm: date (2026-01-31) for chat templates that print the current date. Default: the day the run started."
     )
@@ -270,8 +337,9 @@ class FinetuneRecipe(TrainingConfig):
     skips: dict[str, tuple[tuple[int, int], ...]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        if self.columns is None:
-            object.__setattr__(self, "columns", {})
+        for name in ("columns", "mix_weights"):
+            if getattr(self, name) is None:
+                object.__setattr__(self, name, {})
         if self.tasks:  # what messages and reports name
             files = {side: ", ".join(f"{n}={getattr(t, side)}" for n, t in self.tasks.items()) for side in SIDES}
             for name, value in {"task": MULTITASK, **files}.items():
@@ -316,6 +384,10 @@ class FinetuneRecipe(TrainingConfig):
             raise UserError(f"lm_loss_weight is {self.lm_loss_weight}; it must be at least 0.")
         if not 0 <= self.mix_temperature <= 1:
             raise UserError(f"mix_temperature is {self.mix_temperature:g}; it must be from 0 (equal) to 1 (by size).")
+        if self.mix_weights and not self.tasks:
+            raise UserError("mix_weights are for several tasks: --train a=FILE --train b=FILE.")
+        if self.mix_weights:
+            check_mixing_weights(self.mix_weights, self.tasks)
         if self.lora_alpha <= 0:
             raise UserError(f"lora_alpha is {self.lora_alpha}; it must be above 0.")
         if self.day and not is_iso_date(self.day):
@@ -343,6 +415,7 @@ class FinetuneRecipe(TrainingConfig):
         for name in ("contrastive_margin", "contrastive_scale"):
             if getattr(self, name) is not None and self.task != "embed":
                 raise UserError(f"{name} is for the task embed, not for {self.task}.")
+        self.check_distillation()
         if self.task == "preference":
             self.check_preference()
         else:
@@ -359,6 +432,21 @@ class FinetuneRecipe(TrainingConfig):
             raise UserError("embed contrasts the texts of a batch: set per_device_train_batch_size to 2 or more.")
         if self.unfreeze_every and self.freeze == "backbone":
             raise UserError("freeze=backbone trains the head alone, unfreeze_every also the layers: choose one.")
+
+    def check_distillation(self) -> None:
+        for name in DISTILLATION_FIELDS:
+            if not self.teacher and getattr(self, name) != getattr(FinetuneRecipe, name):
+                raise UserError(f"{name} needs a teacher: add --teacher FINETUNED.")
+        if self.teacher and self.tasks:
+            raise UserError("teacher is for one task, and this run has several.")
+        if not 0 <= self.distill_alpha <= 1:
+            raise UserError(f"distill_alpha is {self.distill_alpha:g}; it must be from 0 (labels) to 1 (teacher).")
+        if not 0 < self.distill_temperature < math.inf:
+            raise UserError(f"distill_temperature is {self.distill_temperature:g}; it must be above 0.")
+        if self.augment < 0 or not 0 < self.augment_rate <= 1:
+            raise UserError("augment must be at least 0, and augment_rate above 0 and at most 1.")
+        if self.distill_alpha == 0 and (self.unlabeled or self.augment):
+            raise UserError("distill_alpha=0 learns from labels alone: remove unlabeled and augment, which have none.")
 
     def check_preference(self) -> None:
         if self.from_scratch:

@@ -18,6 +18,7 @@ from firth.tasks.choice import ChoiceTask
 from firth.tasks.classify import ClassificationTask, PairClassificationTask
 from firth.tasks.embed import EmbeddingTask
 from firth.tasks.extract import ExtractTask, infer_example_schema, longest_target_tokens
+from firth.tasks.head_task import HeadTask
 from firth.tasks.lm import LanguageModelingTask, collect_roles
 from firth.tasks.preference import DEFAULT_BETA, DEFAULT_BETAS, PreferenceConfig, PreferenceTask
 from firth.tasks.recipe import FINETUNE_TASKS, PREFERENCE_FIELDS
@@ -84,6 +85,16 @@ def make_task(
     labels = tuple(facts.get("labels", ()))
     if resolve_answer_mode(name, config, facts.get("answer", "auto")) == "text":
         return make_verbalized_task(name, labels, tokenizer, config, writing, learns)
+    task = make_head_task(name, facts, tokenizer, config, length, learns)
+    task.head_name = facts.get("head")
+    return task
+
+
+def make_head_task(
+    name: str, facts: Mapping[str, Any], tokenizer: Tokenizer, config: ModelConfig, length: int, learns: bool
+) -> HeadTask:
+    """Build a task whose predictions are computed by a head."""
+    labels = tuple(facts.get("labels", ()))
     if name in LABEL_TASKS:
         return LABEL_TASKS[name](tokenizer, config, length, labels, learns)
     if name == "tag":

@@ -49,7 +49,8 @@ class RegressionTask(HeadTask):
     def collate(self, items: Sequence[EncodedExample]) -> Batch:
         packed = self.pack_items(items)
         return packed.batch._replace(
-            task_labels=self.scatter_labels(packed, [i.label for i in items], math.nan, np.float32)
+            task_labels=self.scatter_labels(packed, [i.label for i in items], math.nan, np.float32),
+            soft_labels=self.scatter_soft_labels(packed, items),
         )
 
     def decode_logits(self, items: Sequence[EncodedExample], logits: Array, packed: PackedBatch) -> list[Prediction]:

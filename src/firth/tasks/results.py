@@ -44,6 +44,7 @@ from firth.metrics import (
 )
 from firth.metrics.bootstrap import MIN_SEEDS
 from firth.metrics.pairs import scores_from_ranks
+from firth.tasks.chain import read_chain
 from firth.tasks.embed import all_have_scores
 from firth.tasks.failure import explain_failed_seed
 from firth.tasks.multitask import AVERAGE_METRIC, MultiTask, split_by_task
@@ -155,6 +156,7 @@ def summarize_seeds(
         )
     failures = exclude_failed_seeds(values, chance_score(task, metric, train, dev), metric, diverged)
     trial, search = load_trial(folder / RATE_TRIAL_FILE), load_trials(folder / SEARCH_FILE, Search)
+    *earlier_links, link = read_chain(folder / f"seed-{best}" / "final")
     results = {
         "output_dir": str(folder),
         "task": recipe.task,
@@ -174,6 +176,7 @@ def summarize_seeds(
         "scores": scores,
         "comparison": None,
         "from_scratch": recipe.from_scratch,
+        "chain": [*earlier_links, link | {"score": mean}],
         "learning_rate": recipe.learning_rate,
         "learning_rate_trial": trial.to_results() if trial and trial.chosen == recipe.learning_rate else None,
         "search": search.to_results() if search and search.chosen is not None and recipe.search else None,

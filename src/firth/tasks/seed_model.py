@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -18,6 +18,7 @@ from firth.models import (
     LMHead,
     Model,
     ModelConfig,
+    MultiTaskHead,
     TaskHead,
     grow_vocabulary,
     load_model,
@@ -28,6 +29,8 @@ from firth.models import (
 )
 from firth.models.hf.adapter import write_adapter
 from firth.models.lora import add_lora
+from firth.models.task_distill import TaskDistillation
+from firth.models.task_heads import MultiTaskHeadModule
 from firth.tasks.embed import EmbeddingTask, write_sentence_transformers_files
 from firth.tasks.finetune_job import FinetuneJob
 from firth.tasks.recipe import TASK_FILE, FinetuneRecipe
@@ -41,13 +44,16 @@ def build_seed_model(job: FinetuneJob, seed: int) -> Model:
     config = read_config(recipe.checkpoint)
     model_config = recipe.apply_head_options(task.configure_model(config))
     if recipe.class_weights == "balanced":
-        model_config = balance_class_weights(model_config, [job.data.train[i].target for i in job.train_indices[seed]])
+        own = (i for i in job.train_indices[seed] if i < len(job.data.train))
+        model_config = balance_class_weights(model_config, [job.data.train[i].target for i in own])
     if recipe.from_scratch:
         model = make_model(model_config)
     else:
         model = load_model(recipe.checkpoint, head=model_config.head, extras=model_config.extras)
         if isinstance(config.head, TaskHead) and not has_same_labels(config, model_config.head):
             reset_head(model)
+    if recipe.teacher:
+        model.distillation = TaskDistillation(recipe.distill_alpha, recipe.distill_temperature)
     model.tokenizer = task.tokenizer
     if model.eos_token_ids is not None and isinstance(model_config.head, LMHead):
         eos_id = make_sequence_template(model_config, task.tokenizer.vocab).eos_id
@@ -60,11 +66,12 @@ def build_seed_model(job: FinetuneJob, seed: int) -> Model:
 
 def reset_head(model: Model) -> None:
     """Reinitialize the output layer: another task's head may have the same number of classes."""
-    out = getattr(model.head, "out", None)
-    if isinstance(out, torch.nn.Linear):
-        torch.nn.init.normal_(out.weight, 0.0, getattr(model.config.init, "std", out.in_features**-0.5))
-        if out.bias is not None:
-            torch.nn.init.zeros_(out.bias)
+    heads = model.head.heads.values() if isinstance(model.head, MultiTaskHeadModule) else [model.head]
+    for out in (getattr(head, "out", None) for head in heads):
+        if isinstance(out, torch.nn.Linear):
+            torch.nn.init.normal_(out.weight, 0.0, getattr(model.config.init, "std", out.in_features**-0.5))
+            if out.bias is not None:
+                torch.nn.init.zeros_(out.bias)
 
 
 def balance_class_weights(config: ModelConfig, labels: Sequence[str]) -> ModelConfig:
@@ -78,10 +85,17 @@ def balance_class_weights(config: ModelConfig, labels: Sequence[str]) -> ModelCo
 
 def has_same_labels(config: ModelConfig, head: Any) -> bool:
     """Whether a checkpoint's head has this type and these labels."""
+    if isinstance(head, MultiTaskHead) and isinstance(config.head, MultiTaskHead):
+        mine, theirs = ({own.name: own.head for own in side.heads} for side in (head, config.head))
+        return mine.keys() == theirs.keys() and all(
+            has_same_labels(replace(config, head=theirs[name]), own) for name, own in mine.items()
+        )
     return type(config.head) is type(head) and getattr(config.head, "names", ()) == getattr(head, "names", ())
 
 
-def save_seed_model(recipe: FinetuneRecipe, task: Task, model: Model, seed_folder: Path) -> None:
+def save_seed_model(
+    recipe: FinetuneRecipe, task: Task, model: Model, seed_folder: Path, chain: Sequence[Mapping[str, Any]]
+) -> None:
     """Write `final/` and, with LoRA, `adapter/` in the format of peft."""
     if recipe.lora is not None:
         try:
@@ -92,6 +106,6 @@ def save_seed_model(recipe: FinetuneRecipe, task: Task, model: Model, seed_folde
     model.tokenizer = task.templated_tokenizer()
     with atomic_folder(seed_folder / "final") as temporary:
         write_model(model, temporary)
-        write_json(temporary / TASK_FILE, task.metadata())
+        write_json(temporary / TASK_FILE, task.metadata() | {"chain": chain})
         if isinstance(task, EmbeddingTask):
             write_sentence_transformers_files(model, task.template.max_length, temporary)

@@ -30,7 +30,13 @@ WIDTH_MULTIPLE_TOKENS = 64  # the row width is a multiple of this, or the next p
 DECODER_WIDTH_MULTIPLE_TOKENS = 16  # the row width of an encoder-decoder's decoder is a multiple of this
 SLOT_MULTIPLE = 8  # the number of slots per row is a multiple of this
 # Padding value of each batch field. Default: 0.
-FIELD_FILL_VALUES = {"document_ids": -1, "decoder_document_ids": -1, "labels": IGNORE_INDEX, "group_ids": -1}
+FIELD_FILL_VALUES = {
+    "document_ids": -1,
+    "decoder_document_ids": -1,
+    "labels": IGNORE_INDEX,
+    "group_ids": -1,
+    "soft_labels": np.nan,
+}
 
 
 class BatchShape(NamedTuple):
@@ -142,7 +148,7 @@ def pad_batch(batch: Batch, shape: BatchShape, pad_id: int) -> Batch:
     """
     fields = {}
     for name, array in zip(Batch._fields, batch, strict=True):
-        if array is not None:
+        if array is not None and name != "head":
             columns = num_field_columns(name, batch, shape)
             fields[name] = pad_array(
                 array, shape.rows, columns, field_fill_value(name, batch, pad_id), name == "decoder_document_ids"
@@ -155,14 +161,14 @@ def num_field_columns(name: str, batch: Batch, shape: BatchShape) -> int:
     if name.startswith("decoder_"):
         return shape.decoder_width
     per_slot = name in ("target_positions", "group_ids", "reference_logps") or (
-        name == "task_labels" and batch.task_labels.ndim == 2
+        name in ("task_labels", "soft_labels") and batch.task_labels.ndim == 2
     )
     # Without task labels, `labels` belong to the target positions or to the decoder; else to every input position.
     if name == "labels" and batch.task_labels is None:
         per_slot = batch.target_positions is not None
         if not per_slot:
             return shape.decoder_width
-    if name == "task_labels" and not per_slot:  # span labels: per position of the last stack
+    if name in ("task_labels", "soft_labels") and not per_slot:  # span labels: per position of the last stack
         return shape.decoder_width or shape.width
     if not per_slot:
         return shape.width

@@ -144,15 +144,24 @@ class SpanQATask(HeadTask):
             span_labels(s, w, item.label) for item in items for s, w in zip(item.sequences, item.windows, strict=True)
         ]
         label_BT2 = packed.packing.scatter(np.concatenate(labels), -1.0, np.float32)
-        return packed.batch._replace(target_positions=None, labels=None, task_labels=label_BT2)
+        soft_BT2 = None
+        if softs := [item.soft_label for item in items if item.soft_label is not None]:
+            soft_BT2 = packed.packing.scatter(np.concatenate(softs), np.nan, np.float32)
+            soft_BT2[label_BT2 < 0] = np.nan  # positions that cannot be an answer
+        return packed.batch._replace(target_positions=None, labels=None, task_labels=label_BT2, soft_labels=soft_BT2)
+
+    def num_labels(self, item: EncodedQuestion) -> int:
+        return item.num_tokens
+
+    def split_logits(self, items: Sequence[EncodedQuestion], logits: Array, packed: PackedBatch) -> list[Array]:
+        """Split the logits of a batch by item, (tokens of all its windows, 2) each."""
+        by_sequence = iter(split_by_sequence(logits, packed))
+        return [np.concatenate([next(by_sequence) for _ in item.sequences]) for item in items]
 
     # --- logits to answers
 
     def decode_logits(self, items: Sequence[EncodedQuestion], logits: Array, packed: PackedBatch) -> list[Prediction]:
-        packing = packed.packing
-        flat = logits.reshape(-1, 2)
-        start_N = packing.row_index * packing.width + packing.start
-        by_sequence = iter([flat[start : start + size] for start, size in zip(start_N, packing.lengths, strict=True)])
+        by_sequence = iter(split_by_sequence(logits, packed))
         return [self.extract_answer(item, [next(by_sequence) for _ in item.sequences]) for item in items]
 
     def extract_answer(self, item: EncodedQuestion, logits: Sequence[Array]) -> Prediction:
@@ -230,6 +239,13 @@ class SpanQATask(HeadTask):
         """Return the best span, the right answers and the probability of no answer of each question."""
         extras = [p.extra for p in predictions if p.extra is not None]
         return [x["answer"] for x in extras], [e.target for e in examples], [x["no_answer"] for x in extras]
+
+
+def split_by_sequence(logits_BT2: Array, packed: PackedBatch) -> list[Array]:
+    """Return the logits (T, 2) of each sequence of packed rows."""
+    packing, flat = packed.packing, logits_BT2.reshape(-1, 2)
+    start_N = packing.row_index * packing.width + packing.start
+    return [flat[start : start + size] for start, size in zip(start_N, packing.lengths, strict=True)]
 
 
 def split_context_windows(num_tokens: int, window_tokens: int) -> list[tuple[int, int]]:

@@ -139,7 +139,11 @@ class TaggingTask(HeadTask):
     def collate(self, items: Sequence[EncodedExample]) -> Batch:
         packed = self.pack_items(items)
         label_BK = self.scatter_labels(packed, [tag for item in items for tag in item.label], IGNORE_INDEX)
-        return packed.batch._replace(task_labels=label_BK, labels=None)
+        soft_BKC = self.scatter_soft_labels(packed, items)
+        return packed.batch._replace(task_labels=label_BK, soft_labels=soft_BKC, labels=None)
+
+    def num_labels(self, item: EncodedExample) -> int:
+        return len(item.label)
 
     def decode_logits(self, items: Sequence[EncodedExample], logits: Array, packed: PackedBatch) -> list[Prediction]:
         probability_AC = softmax(gather_answer_logits(logits, packed))

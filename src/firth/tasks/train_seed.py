@@ -11,12 +11,13 @@ from typing import Any
 
 from firth.core.console import quiet, run_series, warn
 from firth.core.files import read_object, write_results
-from firth.models import Model
+from firth.models import Model, read_config
+from firth.tasks.chain import extend_chain
 from firth.tasks.finetune_job import FinetuneJob, make_finetune_batch_fn
 from firth.tasks.finetune_loss import make_loss_fn
 from firth.tasks.recipe import FinetuneRecipe
 from firth.tasks.results import DIVERGED_KEY, PREDICTIONS_FILE, deciding_metric, orient_score, write_predictions
-from firth.tasks.seed_model import build_seed_model, save_seed_model
+from firth.tasks.seed_model import build_seed_model, has_same_labels, save_seed_model
 from firth.tasks.seed_results import SeedResults, check_seed_resumable, has_seed_diverged, is_seed_finished
 from firth.tasks.shape_buckets import ShapeCountingBatches
 from firth.tasks.task import Prediction
@@ -90,7 +91,10 @@ def train_seed(job: FinetuneJob, seed: int, resume: bool) -> dict[str, Any]:
             write_results(seed_folder / "results.json", results)
             return results
         write_predictions(seed_folder / PREDICTIONS_FILE, job.data.dev, predictions)
-        save_seed_model(recipe, job.task, model, seed_folder)
+        metric = deciding_metric(recipe, job.task)
+        keeps_head = has_same_labels(read_config(recipe.checkpoint), model.config.head)
+        chain = extend_chain(recipe, keeps_head, metric, outcome.scores[metric])
+        save_seed_model(recipe, job.task, model, seed_folder, chain)
         shapes = {"train": len(batches.seen_shapes), "evaluate": getattr(job.task, "num_shapes", None)}
         results = summarize_seed(outcome, recipe) | {"compiled": job.compute.compile, "shapes": shapes}
         write_results(seed_folder / "results.json", results)

@@ -12,6 +12,7 @@ from firth.models import Model
 from firth.objectives import Batch
 from firth.tasks.finetune_job import FinetuneJob, make_finetune_batch_fn, sample_shape_buckets
 from firth.tasks.finetune_loss import make_loss_fn
+from firth.tasks.multitask import split_into_batches
 from firth.tasks.rate_trial import held_out_batch_size, split_for_trial
 from firth.tasks.recipe import FinetuneRecipe
 from firth.tasks.seed_model import build_seed_model
@@ -32,13 +33,16 @@ class TrialRuns:
     def __init__(self, job: FinetuneJob) -> None:
         self.job, recipe = job, job.recipe
         indices = job.train_indices[0]
-        self.train, self.held_out = split_for_trial(len(indices), recipe.seed)
+        self.train, self.held_out = split_for_trial(job.num_labelled, recipe.seed)
+        # what a teacher labels follows the labelled examples; a copy of a held-out example would give it away
+        sources, extra = {indices[i] for i in self.held_out}, job.data.extra
+        is_seen = [extra[i - len(job.data.train)].source in sources for i in indices[job.num_labelled :]]
+        self.train += [job.num_labelled + i for i, seen in enumerate(is_seen) if not seen]
         items = [job.train_items[i] for i in indices]
         self.train_items, self.held_out_items = ([items[i] for i in side] for side in (self.train, self.held_out))
         self.held_out_examples = [job.data.train[indices[i]] for i in self.held_out]
         size = held_out_batch_size(len(self.held_out), recipe.per_device_train_batch_size)
-        starts = range(0, len(self.held_out) - size + 1, size)
-        self.held_out_batches = [job.task.collate(self.held_out_items[start : start + size]) for start in starts]
+        self.held_out_batches = [job.task.collate(some) for some in split_into_batches(self.held_out_items, size)]
         with quiet():
             self.model = build_seed_model(job, 0)
         self.model.to(job.compute.device)

@@ -27,11 +27,11 @@ def choose_learning_rate(job: FinetuneJob) -> FinetuneRecipe:
     All seeds share the choice. Only training examples are read. Each finished rate is saved, so that a resumed run
     does not repeat it: trials depend on the recipe alone, never on each other.
     """
-    recipe, file, indices = job.recipe, job.folder / RATE_TRIAL_FILE, job.train_indices[0]
+    recipe, file = job.recipe, job.folder / RATE_TRIAL_FILE
     trial = load_trial(file)
     if trial is None or (trial.rates, trial.default) != (recipe.rate_candidates, recipe.learning_rate):
         trial = RateTrial(recipe.rate_candidates, recipe.learning_rate)
-    if obstacle := find_trial_obstacle(recipe, len(indices), recipe.max_steps):
+    if obstacle := find_trial_obstacle(recipe, job.num_labelled, recipe.max_steps):
         trial = replace(trial, chosen=recipe.learning_rate, reason=obstacle, skipped=True)
         say(f"learning rate {recipe.learning_rate:g}, the default; no others are tried: {obstacle}")
     elif trial.chosen is None:

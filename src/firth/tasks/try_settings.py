@@ -34,8 +34,8 @@ def search_settings(job: FinetuneJob) -> FinetuneRecipe:
     """
     recipe, file, began = job.recipe, job.folder / SEARCH_FILE, time.monotonic()
     metric = deciding_metric(recipe, job.task)
-    search = plan_search(recipe, len(job.train_indices[0]), metric, metric in LOWER_IS_BETTER_METRICS)
-    if obstacle := find_search_obstacle(len(job.train_indices[0]), recipe.max_steps):
+    search = plan_search(recipe, job.num_labelled, metric, metric in LOWER_IS_BETTER_METRICS)
+    if obstacle := find_search_obstacle(job.num_labelled, recipe.max_steps):
         raise UserError(f"search={recipe.search}: {obstacle}.")
     stored = load_trials(file, Search)
     if stored is not None and search.same_plan(stored):

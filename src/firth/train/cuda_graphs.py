@@ -42,7 +42,7 @@ class StaticInputs:
     def copy_from(self, batch: Batch, counts: Mapping[str, int], loss_scale: Tensor | None) -> None:
         """Copy the next batch, which has the same shape."""
         for held, array in zip(self.batch, batch, strict=True):
-            if held is not None:
+            if isinstance(held, Tensor):
                 held.copy_(to_host_tensor(array).pin_memory(), non_blocking=True)
         self.counts.copy_(loss_divisors(self.loss_names, counts).pin_memory(), non_blocking=True)
         self.loss_scale.fill_(1) if loss_scale is None else self.loss_scale.copy_(loss_scale)
@@ -76,7 +76,7 @@ class CudaGraphStep(StepRunner):
         recurrent_state: AbstractContextManager[None] | None = None,
     ) -> Tensor:
         """As in `StepRunner`. Runs with a recurrent state have no graphs (`cuda_graphs_blocker`)."""
-        shape = tuple(None if a is None else (a.shape, a.dtype) for a in batch)
+        shape = tuple(a if a is None or isinstance(a, str) else (a.shape, a.dtype) for a in batch)
         if shape in self.graphs and self.captured_addresses == self.tensor_addresses():
             graph, held, outputs = self.graphs[shape]
             held.copy_from(batch, counts, loss_scale)

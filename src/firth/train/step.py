@@ -21,6 +21,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
+from operator import itemgetter
 from pathlib import Path
 
 import torch
@@ -356,7 +357,7 @@ def split_micro_batches(micro_batches: Sequence[Batch], halvings: int) -> list[B
     for batch in micro_batches:
         size = -(-num_rows(batch) // 2**halvings)
         for first in range(0, num_rows(batch), size):
-            parts.append(Batch(*(None if a is None else a[first : first + size] for a in batch)))
+            parts.append(batch.map_arrays(itemgetter(slice(first, first + size))))
     return parts
 
 

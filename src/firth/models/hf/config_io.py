@@ -21,6 +21,7 @@ from firth.models.config import (
     GeneratorConfig,
     LearnedPosition,
     ModelConfig,
+    MultiTaskHead,
     RegressionHead,
     SentencePairHead,
     TaskHead,
@@ -60,6 +61,7 @@ def hf_model_type(config: ModelConfig, vocab: Vocabulary | None = None) -> str:
         layout is None or layout.discriminator_architecture is None or generator.disentangle_embeddings
     )
     own = own or config.get_extra("features") is not None  # the head reads other states than the last
+    own = own or isinstance(config.head, MultiTaskHead)
     own = own or config.has_bidirectional_decoder  # no decoder of `transformers` attends to later tokens
     return FIRTH_MODEL_TYPE if layout is None or own else layout.model_type
 
@@ -81,7 +83,7 @@ def _exact_layout(config: ModelConfig, vocab: Vocabulary | None = None) -> HFLay
 def _normalize_config(config: ModelConfig) -> ModelConfig:
     """Return the config with defaults resolved, so that equal models compare equal."""
     mlp, head = replace(config.mlp, dropout=config.mlp_dropout), config.head
-    if isinstance(head, TaskHead) and not isinstance(head, EmbeddingHead):
+    if isinstance(head, TaskHead) and not isinstance(head, EmbeddingHead | MultiTaskHead):
         head = replace(head, dropout=None, dropout_before_pooler=False)  # used in training only
     if isinstance(head, ClassificationHead):
         head = replace(head, class_weights=None)

@@ -6,13 +6,14 @@ those of today's `transformers`: old names of norms (gamma, beta), the prefix of
 
 from __future__ import annotations
 
+from dataclasses import replace
 from fnmatch import fnmatch
 from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
 
-from firth.models.config import GeneratorConfig, ModelConfig
+from firth.models.config import GeneratorConfig, ModelConfig, MultiTaskHead, head_key
 from firth.models.hf.config_io import FIRTH_MODEL_TYPE, backbone_layout, hf_model_type
 from firth.models.hf.layout import HFLayout
 from firth.models.hf.registry import FAMILY_LAYOUTS
@@ -56,6 +57,8 @@ def from_hf_tensors(tensors: dict[str, Tensor], config: ModelConfig) -> dict[str
 
     They have our names already where the model that wrote them was one of our own, whatever this one is.
     """
+    if isinstance(config.head, MultiTaskHead):
+        return _with_several_heads(tensors, config, config.head)
     layout = backbone_layout(config)
     state = tensors if layout is None or _has_firth_names(tensors) else _rename_tensors(tensors, config, layout)
     if config.get_extra("auxiliary") is not None and _has_firth_names(tensors):
@@ -72,6 +75,24 @@ def from_hf_tensors(tensors: dict[str, Tensor], config: ModelConfig) -> dict[str
         return state
     # a generator's head has another width than the backbone
     return {k: v for k, v in state.items() if not k.startswith("head.")}
+
+
+def _with_several_heads(tensors: dict[str, Tensor], config: ModelConfig, several: MultiTaskHead) -> dict[str, Tensor]:
+    """Return `tensors` under our names for a model with several heads.
+
+    Each head starts with the pooler of a checkpoint that has one, as the head of a single task does. Its output layer
+    is new.
+    """
+    state: dict[str, Tensor] = {}
+    for own in several.heads:
+        one = from_hf_tensors(tensors, replace(config, head=own.head))
+        prefix = f"head.heads.{head_key(own.name)}."
+        state |= {
+            prefix + name.removeprefix("head."): value
+            for name, value in one.items()
+            if name.startswith("head.") and not name.startswith(("head.out.", "head.heads."))
+        } | {name: value for name, value in one.items() if not name.startswith("head.") or name.startswith(prefix)}
+    return state
 
 
 def _has_firth_names(tensors: dict[str, Tensor]) -> bool:
