@@ -260,3 +260,39 @@ def test_other_labels_are_refused(
     with pytest.raises(UserError, match=r"knows the labels animal, place, and train has cat, dog"):
         firth.finetune(checkpoint_of("bert"), "classify", file, file, tmp_path / "run", **RUN, teacher=str(teacher))
     assert not (tmp_path / "run").exists()
+
+
+def test_trials_of_rates_hold_out_labelled_examples_and_their_copies(
+    toy: dict[str, Path],
+    checkpoint_of: Callable[[str], Path],
+    teacher: Path,
+    unlabeled: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    from firth.tasks import rate_trial, trial_runs
+
+    monkeypatch.setattr(rate_trial, "MIN_HELD_OUT_EXAMPLES", 8)
+    monkeypatch.setattr(rate_trial, "MIN_TRIAL_STEPS", 1)
+    made: list[trial_runs.TrialRuns] = []
+    original = trial_runs.TrialRuns.__init__
+
+    def init(self: trial_runs.TrialRuns, job: Any) -> None:
+        original(self, job)
+        made.append(self)
+
+    monkeypatch.setattr(trial_runs.TrialRuns, "__init__", init)
+    options = {"teacher": str(teacher), "unlabeled": str(unlabeled), "augment": 1, "learning_rate": "auto"}
+    result = run_student(toy, checkpoint_of("bert"), tmp_path / "run", **options | {"max_steps": 10})
+    assert not result["learning_rate_trial"]["skipped"]
+    (trial,) = made
+    indices, data = trial.job.train_indices[0], trial.job.data
+    labelled = len(data.train)
+    held_out = {indices[i] for i in trial.held_out}
+    assert all(i < labelled for i in held_out)
+    seen = [indices[i] for i in trial.train]
+    assert not held_out & set(seen)
+    copied = [data.extra[i - labelled].source for i in seen if i >= labelled]
+    assert copied.count(None) == 3
+    assert not held_out & set(copied)
+    assert len(seen) + len(held_out) < len(indices), "copies of held-out examples are in neither part"
