@@ -7,13 +7,16 @@ old tokens keep their ids, and new ones follow.
 **The promise.** A word here is a pre-token: the normalized text between two splits of the pre-tokenizer. A word that
 does not contain a new token keeps its ids, and so does every text of such words. How each kind keeps it:
 
-- WordPiece takes the longest token that begins a word. A new token changes only words that begin with it.
+- WordPiece takes the longest token that begins a word. A new token changes only words that begin with it. The rest of
+  such a word is spelled by old pieces; if the vocabulary lacks one of its characters as a piece ("##x"), the word is
+  unknown. A trained vocabulary has them all.
 - BPE: a new merge comes after all old ones, and joins two tokens that they leave. No old merge has the new token as an
   input. So each new token stands exactly where its old pieces stood, and writing them in its place restores the old
   ids of every text. A merge joins two tokens, so a word of four pieces needs three new tokens.
 - Byte-level BPE can look up a whole word before any merge (`ignore_merges`, as Llama 3 does). Then one new token is
-  enough for a word of any number of pieces, and no other word changes. The lookup may change old words if there are
-  tokens that their own merges do not reach; `can_look_up_words` checks every token. If there are, merges are used.
+  enough for a word of any number of pieces, and no other word changes. A word that is a merged token is looked up too,
+  and may have had other pieces alone than at the beginning of longer words. The lookup may change old words if there
+  are tokens that their own merges do not reach; `can_look_up_words` checks every token. If there are, merges are used.
 - Unigram takes the path with the highest sum of scores. A new piece scores as much as its old pieces together, plus
   `SCORE_MARGIN`, so that it wins for its own word and hardly anywhere else. The score of an unknown character depends
   on the worst score of all. It matters only if a character that is unknown by itself is part of a longer piece; then no
