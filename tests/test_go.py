@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import os
 from pathlib import Path
 from types import ModuleType
 
@@ -28,6 +29,7 @@ def go(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     python.chmod(0o755)
     monkeypatch.setattr(module, "PYTHON", python)
     monkeypatch.setattr(module, "install", lambda extras: None)
+    monkeypatch.delenv("PYTHONDONTWRITEBYTECODE", raising=False)  # go.py changes it
     return module
 
 
@@ -43,3 +45,12 @@ def test_every_check_runs_whatever_fails(
     assert shown.out.splitlines() == [f"ran -m {step}" for step in ran]
     failed = ", ".join(step for step in ran if step.split()[0] in fails)
     assert shown.err.splitlines()[-1] == ("go.py: failed: " + failed if failed else "go.py: all checks passed")
+
+
+@pytest.mark.parametrize("forbidden", ["", "1"])
+def test_bytecode_is_kept_in_the_environment(go: ModuleType, forbidden: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PYTHONDONTWRITEBYTECODE", forbidden)
+    monkeypatch.delenv("PYTHONPYCACHEPREFIX", raising=False)
+    go.keep_bytecode()
+    assert "PYTHONDONTWRITEBYTECODE" not in os.environ
+    assert os.environ.get("PYTHONPYCACHEPREFIX") == (str(go.VENV / "bytecode") if forbidden else None)
