@@ -41,7 +41,7 @@ def test_every_check_runs_whatever_fails(
         (tmp_path / f"{tool}.fails").touch()
     assert go.main(["test", "tests/models"]) == (3 if fails else 0)
     shown = capfd.readouterr()
-    ran = ["ruff check .", "ruff format --check .", "pytest -n 2 tests/models", "mypy"]
+    ran = ["ruff check .", "ruff format --check .", "pytest -n 2 --dist worksteal tests/models", "mypy"]
     assert shown.out.splitlines() == [f"ran -m {step}" for step in ran]
     failed = ", ".join(step for step in ran if step.split()[0] in fails)
     assert shown.err.splitlines()[-1] == ("go.py: failed: " + failed if failed else "go.py: all checks passed")

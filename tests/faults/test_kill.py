@@ -110,19 +110,21 @@ def here(*words: object) -> None:
 
 @pytest.mark.parametrize("everywhere", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_stopped_again_and_again(everywhere: bool, corpus_file: Path, tmp_path: Path) -> None:
-    """Each stop costs the start of a process. Shorter tests stop a run while its tokenizer is made, and by Ctrl-C."""
+    """Each stop costs the start of a process. Shorter tests stop a run while its tokenizer is made, and by Ctrl-C;
+    test_kill_prepare.py kills it while the shards are made.
+    """
     here(*pretraining(corpus_file, tmp_path / "straight"))
     folder = tmp_path / "run"
     words = [*pretraining(corpus_file, folder), "--resume"]
     if everywhere:
         kill_when(there(folder, ".tokenizer.tmp"), *words)  # while the tokenizer is made
-    kill_when(there(folder, ".data.part"), *words)  # while the shards are made
+        kill_when(there(folder, ".data.part"), *words)  # while the shards are made
     kill_when(logged(folder, random.randint(12, 40)), *words)  # anywhere
     if everywhere:
         stop_when(logged(folder, 45), folder, *words)
     stop_when(logged(folder, 70), folder, *words, number=signal.SIGTERM)  # as before a machine is taken away
     kill_when(there(folder, ".checkpoint-1[0-9][0-9].tmp"), *words)  # while a checkpoint is written
-    run(*words)
+    here(*words)
     assert_same_run(folder, tmp_path / "straight")
 
 
@@ -164,7 +166,7 @@ def test_a_killed_finetuning_gives_the_same_scores(quiet: Path, tmp_path: Path) 
     words = ["finetune", quiet / "final", *files, "--output-dir", tmp_path / "killed", "--resume"]
     kill_when(logged(tmp_path / "killed" / "seed-1", random.randint(12, 40)), *words)
     assert (tmp_path / "killed" / "seed-0" / "results.json").exists()
-    run(*words)
+    here(*words)
     found = [json.loads((tmp_path / name / "results.json").read_text()) for name in ("straight", "killed")]
     for result in found:
         del result["output_dir"], result["predictions"], result["seconds"], result["examples_per_second"]

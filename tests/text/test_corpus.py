@@ -633,7 +633,11 @@ def test_the_position_in_several_files_and_in_parquet(tmp_path: Path) -> None:
     assert corpus.bytes_read == sizes[0], "every iteration counts anew"
 
 
-def test_the_built_in_corpus_knows_its_position_and_others_do_not(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("real", [False, pytest.param(True, marks=pytest.mark.slow)])
+def test_the_built_in_corpus_knows_its_position_and_others_do_not(real: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    if not real:  # reading the documentation of all packages takes most of a minute
+        made = [python_docs.DocstringRecord("p", f"p.f{i}", "Some téxt. " * i, ()) for i in range(1, 4)]
+        monkeypatch.setattr(python_docs, "load_pydocs", lambda: made)
     corpus = Corpus("pydocs")
     for _ in corpus:
         pass

@@ -124,7 +124,7 @@ def four(two: Runs) -> Runs:
     """The same for four, which also resume runs of two."""
     stopped = [(way, size) for way in ("ddp", "fsdp") for size in ("four", "one")]
     stop = {"harm": {"kind": "stop", "step": 4}}
-    processes.run(2, [two.job(f"{way} for {size}", stop, parallel=way, **HALF) for way, size in stopped], two.place)
+    processes.run(2, [two.job(f"{way} for {size}", stop, parallel=way, **HALF) for way, size in stopped], two.folder)
     jobs = [two.job(f"{way} by four", parallel=way, per_device_train_batch_size=2, **MUCH) for way in ("ddp", "fsdp")]
     jobs += [two.job(f"{way} for four", parallel=way, **HALF) for way in ("ddp", "fsdp")]
     processes.run(4, jobs, two.folder, TORCHELASTIC_RESTART_COUNT="1")
