@@ -6,6 +6,7 @@ import json
 import math
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -21,6 +22,7 @@ from firth.tasks import FinetuneRecipe, finetune, make_task
 from firth.tasks.preference import (
     BAD,
     GOOD,
+    PreferenceConfig,
     PreferenceLoss,
     PreferenceTask,
     is_preferred,
@@ -358,3 +360,84 @@ def test_dpo_beside_trl(loss: str, tmp_path: Path) -> None:
         ours = model.eval()(text)
         ours = getattr(ours, "logits", ours)
         assert torch.allclose(ours, trainer.model.eval()(text).logits, atol=1e-4)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("smoothing", [0.0, 0.2])
+def test_orpo_and_simpo_beside_trl(smoothing: float) -> None:
+    """Losses and gradients of TRL's functions on the same mean log-likelihoods."""
+    orpo = pytest.importorskip("trl.experimental.orpo").ORPOTrainer
+    cpo = pytest.importorskip("trl.experimental.cpo").CPOTrainer
+    torch.manual_seed(0)
+    score = -2 * torch.rand(8, 2) - 0.05
+    shared = {"beta": 0.7, "accelerator": SimpleNamespace(device="cpu")}
+    simpo = SimpleNamespace(alpha=0.0, loss_type="simpo", simpo_gamma=0.5, label_smoothing=smoothing, **shared)
+
+    def gradient(loss_fn: Any) -> tuple[torch.Tensor, torch.Tensor]:
+        own = score.clone().requires_grad_()
+        losses = loss_fn(own)
+        losses.mean().backward()
+        assert own.grad is not None
+        return losses.detach(), own.grad
+
+    for config, theirs in [
+        (PreferenceConfig("simpo", 0.7, smoothing, 0.5), lambda s: cpo.cpo_loss(simpo, s[:, 0], s[:, 1])[0]),
+        (
+            PreferenceConfig("orpo", 0.7),  # TRL returns the odds ratio's part, which is subtracted from the SFT loss
+            lambda s: -s[:, 0] - orpo.odds_ratio_loss(SimpleNamespace(**shared), s[:, 0], s[:, 1])[0],
+        ),
+    ]:
+        loss = PreferenceLoss(None, config, CPU.device)  # type: ignore[arg-type]
+        for ours, expected in zip(gradient(loss.pair_losses), gradient(theirs), strict=True):
+            assert torch.allclose(ours, expected, atol=1e-5)
+
+
+@pytest.mark.slow
+def test_kto_beside_trl(tmp_path: Path) -> None:
+    """Two answers: TRL's mismatched answer, that of the example before, is also that of the example after."""
+    trl, transformers, datasets = (pytest.importorskip(name) for name in ("trl", "transformers", "datasets"))
+    examples = LABELLED[:2]
+    task, model = made("kto", examples)
+    reference = other(model)
+    for name, one in (("policy", model), ("reference", reference)):
+        one.save(tmp_path / name)
+    theirs, their_reference = (
+        transformers.AutoModelForCausalLM.from_pretrained(tmp_path / name) for name in ("policy", "reference")
+    )
+    rows = [
+        {
+            "prompt": [{"role": role, "content": text} for role, text in task.parse_prompt(e)],
+            "completion": [{"role": "assistant", "content": e.references[0]}],
+            "label": e.target,
+        }
+        for e in examples
+    ]
+    trainer = trl.KTOTrainer(
+        model=theirs,
+        ref_model=their_reference,
+        args=trl.KTOConfig(
+            output_dir=str(tmp_path / "trl"),
+            beta=0.1,
+            per_device_train_batch_size=2,
+            train_sampling_strategy="sequential",
+            use_cpu=True,
+            bf16=False,
+            gradient_checkpointing=False,
+            report_to="none",
+        ),
+        train_dataset=datasets.Dataset.from_list(rows),
+        processing_class=transformers.AutoTokenizer.from_pretrained(tmp_path / "policy"),
+    )
+    expected = trainer.compute_loss(trainer.model, next(iter(trainer.get_train_dataloader())))
+    items = referenced(task, reference, examples)
+    loss = PreferenceLoss(model, task.preference, CPU.device)
+    loss.update_kl([task.collate_mismatched(items)], CPU)
+    found = mean_loss(loss, task.collate(items))
+    assert found.item() == pytest.approx(expected.item(), abs=1e-5)
+    found.backward()
+    expected.backward()
+    ours, others = (
+        torch.cat([p.grad.flatten() for p in m.parameters() if p.grad is not None]).norm().item()
+        for m in (model, trainer.model)
+    )
+    assert ours == pytest.approx(others, rel=1e-4)
