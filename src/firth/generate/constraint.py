@@ -7,8 +7,8 @@ model still chooses, by its own probabilities, but only among valid continuation
 2023).
 
     state = constraint.start(num_rows)
-    scores_BV.masked_fill_(~state.mask(), -inf)    # before a token is chosen
-    state.accept(token_B)                          # after it
+    scores_BV.masked_fill_(state.forbidden(), -inf)    # before a token is chosen
+    state.accept(token_B)                              # after it
 
 A mask takes some 20 µs, since llguidance caches what it learned of the trie. It is computed when it is asked for: on a
 GPU, the model's kernels run meanwhile.
@@ -172,6 +172,12 @@ class Reading:
         return replace(self, matcher=self.matcher.deep_copy())
 
 
+def read_bitmask(reading: Reading) -> np.ndarray:
+    """Bool, by the index of `ConstraintVocabulary.tokens`: the tokens whose bytes may follow."""
+    bits = np.frombuffer(reading.matcher.compute_bitmask(), np.uint8)
+    return np.unpackbits(bits, bitorder="little").view(bool)
+
+
 class ConstraintRow:
     """The readings of one row, the most usual first. A row without readings can only end."""
 
@@ -184,16 +190,17 @@ class ConstraintRow:
 
     def permitted(self) -> np.ndarray:
         """(V,) bool: the tokens that may follow; none of them where the grammar needs text that no token has."""
-        size, eos_ids = self.vocabulary.size, self.vocabulary.eos_ids
-        permitted = np.zeros(size, dtype=bool)
-        if self.ended:
-            return permitted
-        for reading in self.readings:
-            bits = np.frombuffer(reading.matcher.compute_bitmask(), np.uint8)
-            own = np.unpackbits(bits, bitorder="little").view(bool)
-            permitted |= self.with_spaces(reading, own) if self.vocabulary.spelling.has_optional_spaces else own[:size]
+        size = self.vocabulary.size
+        if self.ended or not self.readings:
+            return np.zeros(size, dtype=bool)
+        if self.vocabulary.spelling.has_optional_spaces:
+            permitted = self.with_spaces(self.readings[0], read_bitmask(self.readings[0]))
+            for reading in self.readings[1:]:
+                permitted = permitted | self.with_spaces(reading, read_bitmask(reading))
+        else:
+            permitted = read_bitmask(self.readings[0])[:size]  # exact bytes have one reading
         # llguidance permits EOS at a dead end, too
-        permitted[eos_ids] = any(reading.matcher.is_accepting() for reading in self.readings)
+        permitted[self.vocabulary.eos_ids] = any(reading.matcher.is_accepting() for reading in self.readings)
         return permitted
 
     def with_spaces(self, reading: Reading, own: np.ndarray) -> np.ndarray:
@@ -251,21 +258,26 @@ class ConstraintRow:
 
 
 class ConstraintState:
-    """The constraint of a batch: `mask` before a token is chosen, `accept` after it."""
+    """The constraint of a batch: `forbidden` before a token is chosen, `accept` after it."""
 
     def __init__(self, rows: list[ConstraintRow], vocab_size: int, device: torch.device) -> None:
         self.rows, self.vocab_size, self.device = rows, vocab_size, device
+        self.buffer_BV = np.ones((len(rows), vocab_size), dtype=bool)  # tokens beyond the tokenizer's stay forbidden
 
-    def mask(self) -> Tensor:
-        """(B, V) bool: the tokens that may follow; EOS alone in a row that has ended or cannot go on."""
-        mask_BV = np.zeros((len(self.rows), self.vocab_size), dtype=bool)
-        for mask_V, row in zip(mask_BV, self.rows, strict=True):
+    def forbidden(self) -> Tensor:
+        """(B, V) bool: the tokens that may not follow: all but EOS in a row that has ended or cannot go on.
+
+        On a CPU the next call overwrites it.
+        """
+        if len(self.buffer_BV) != len(self.rows):
+            self.buffer_BV = np.ones((len(self.rows), self.vocab_size), dtype=bool)
+        for forbidden_V, row in zip(self.buffer_BV, self.rows, strict=True):
             permitted = row.permitted()[: self.vocab_size]
-            mask_V[: len(permitted)] = permitted
+            np.logical_not(permitted, out=forbidden_V[: len(permitted)])
             if not permitted.any():
                 row.ended = True
-                mask_V[row.vocabulary.eos_ids] = True
-        return torch.from_numpy(mask_BV).to(self.device)
+                forbidden_V[row.vocabulary.eos_ids] = False
+        return torch.from_numpy(self.buffer_BV).to(self.device)
 
     def accept(self, token_B: Iterable[int]) -> None:
         """Append a token to each row."""

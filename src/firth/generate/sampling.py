@@ -74,7 +74,7 @@ class LogitsProcessor:
         if step < self.generation_config.min_new_tokens:
             scores_BV = scores_BV.index_fill(1, self.eos_E, NEG_INF)
         if self.constraint is not None:
-            scores_BV = apply_permitted(scores_BV, original_BV, self.constraint.mask())
+            scores_BV = forbid_tokens(scores_BV, original_BV, self.constraint.forbidden())
         if self.forced.bos is not None and step == 0:
             scores_BV = force_token(scores_BV, self.forced.bos)
         if self.forced.eos is not None and step + 1 >= self.min_budget:
@@ -123,11 +123,15 @@ def force_token(scores_BV: Tensor, token: int) -> Tensor:
     return forced_BV
 
 
-def apply_permitted(scores_BV: Tensor, original_BV: Tensor, permitted_BV: Tensor) -> Tensor:
-    """Forbid all tokens but the permitted ones; where other rules forbid these as well, the original scores hold."""
-    masked_BV = scores_BV.masked_fill(~permitted_BV, NEG_INF)
+def forbid_tokens(scores_BV: Tensor, original_BV: Tensor, forbidden_BV: Tensor) -> Tensor:
+    """Set the scores of forbidden tokens to -inf; where other rules forbid all others, the original scores hold."""
+    masked_BV = scores_BV.masked_fill(forbidden_BV, NEG_INF)
+    if scores_BV is original_BV:  # there are no other rules
+        return masked_BV
     is_dead_B1 = masked_BV.amax(-1, keepdim=True) == NEG_INF
-    return torch.where(is_dead_B1, original_BV.masked_fill(~permitted_BV, NEG_INF), masked_BV)
+    if masked_BV.device.type == "cpu" and not is_dead_B1.any():  # on a GPU the question would wait for it
+        return masked_BV
+    return torch.where(is_dead_B1, original_BV.masked_fill(forbidden_BV, NEG_INF), masked_BV)
 
 
 def apply_repetition_penalty(scores_BV: Tensor, seen_BV: Tensor, penalty: float) -> Tensor:
