@@ -26,6 +26,7 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 from weakref import WeakKeyDictionary
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -55,6 +56,15 @@ REFILL_SHARE = 8  # prompts wait until this fraction of the slots, one in 8, is 
 CAPACITY_MULTIPLE_TOKENS = 64
 MIN_GRAPH_STEPS = 16  # fewer steps do not repay the capture of a graph
 MAX_KEPT_BYTES = 4 * 2**30  # bytes of a KV cache that is kept for the next call
+
+
+class DecodeRequest(NamedTuple):
+    """A sequence to decode, with at most `budget` new tokens. Its random numbers depend on `seed` and `row`."""
+
+    prompt: TokenIds
+    budget: int
+    seed: int
+    row: int
 
 
 class DecodedSequence(NamedTuple):
@@ -152,7 +162,8 @@ class DeviceDecode:
         self.uniform_BL = torch.zeros(B, max_new_tokens + 1, device=device)
         self.logprob_BL = torch.zeros(B, max_new_tokens + 1, device=device)
         self.count_B = torch.zeros(B, dtype=torch.long, device=device)  # new tokens
-        self.budget_B, self.prompt_length_B = torch.zeros_like(self.count_B), torch.zeros_like(self.count_B)
+        self.budget_B = torch.zeros_like(self.count_B)
+        self.prompt_length_B = torch.ones_like(self.count_B)  # a slot that is never filled computes position 0
         self.done_B = torch.ones(B, dtype=torch.bool, device=device)
         self.ended_B = torch.zeros_like(self.done_B)
         self.seen_BV = (
@@ -309,6 +320,13 @@ def take_device_decode(
     if kept is not None and kept.fits(settings, num_slots, longest, max_new_tokens, longest_source):
         return kept
     del kept  # frees its cache before the next one is allocated
+    return make_device_decode(model, settings, num_slots, longest, max_new_tokens, longest_source)
+
+
+def make_device_decode(
+    model: Model, settings: DeviceSettings, num_slots: int, longest: int, max_new_tokens: int, longest_source: int
+) -> DeviceDecode:
+    """Return new slots for these lengths."""
     source_capacity = -(-longest_source // CAPACITY_MULTIPLE_TOKENS) * CAPACITY_MULTIPLE_TOKENS
     capacity = initial_capacity(longest, max_new_tokens)
     return DeviceDecode(model, settings, num_slots, capacity, max_new_tokens, source_capacity)
@@ -335,22 +353,41 @@ class Slot:
 
 @dataclass
 class DeviceScheduler:
-    """Decode N sequences in B slots; a prompt that waits takes the slot of a sequence that has ended."""
+    """Decode sequences in B slots; a prompt that waits takes the slot of a sequence that has ended.
+
+    `add` numbers the sequences from 0 on. More can be added while `run` yields.
+    """
 
     decode: DeviceDecode
-    prompts: Sequence[TokenIds]  # of each sequence
-    budgets: Sequence[int]
-    seed: int
-    first_row: int = 0  # the number of the first sequence, for its random numbers
-    stop_fn: Callable[[int, TokenIds], bool] | None = None  # sequence and new ids -> whether a stop string occurs
+    stop_fn: Callable[[int, TokenIds], bool] | None = None  # number and new ids -> whether a stop string occurs
     steps_per_check: int = STEPS_PER_CHECK
     slots: list[Slot | None] = field(init=False)
-    waiting: deque[int] = field(init=False)
+    waiting: deque[int] = field(init=False, default_factory=deque)
+    requests: dict[int, DecodeRequest] = field(init=False, default_factory=dict)  # by number; those that have not ended
+    num_added: int = field(init=False, default=0)
+    use_graph: bool = field(init=False, default=False)
 
     def __post_init__(self) -> None:
         self.slots = [None] * self.decode.num_slots
-        self.waiting = deque(range(len(self.prompts)))
-        self.use_graph = self.decode.device.type == "cuda" and max(self.budgets) >= MIN_GRAPH_STEPS
+
+    def add(self, requests: Sequence[DecodeRequest]) -> list[int]:
+        """Let sequences wait for a slot; return their numbers. Adjacent ones share a prompt that is one object."""
+        numbers = list(range(self.num_added, self.num_added + len(requests)))
+        self.num_added += len(requests)
+        self.requests |= dict(zip(numbers, requests, strict=True))
+        self.waiting += numbers
+        is_long = any(request.budget >= MIN_GRAPH_STEPS for request in requests)
+        self.use_graph = self.use_graph or (self.decode.device.type == "cuda" and is_long)
+        return numbers
+
+    def cancel(self, number: int) -> None:
+        """Stop a sequence: its slot is free after the next check, where `run` yields it as stopped."""
+        if number in self.waiting:
+            self.waiting.remove(number)
+            del self.requests[number]
+        for slot in self.slots:
+            if slot is not None and slot.index == number:
+                slot.stopped_at = 0
 
     def run(self) -> Iterator[list[DecodedSequence]]:
         """Yield the sequences that have ended, after each check; an empty list if none has."""
@@ -363,7 +400,7 @@ class DeviceScheduler:
                 done, pending = pending, None
             finished = [] if done is None else self.collect(done())
             yield finished
-            if finished and self.waiting and self.should_refill():
+            if self.waiting and self.should_refill():
                 if pending is not None:
                     finished = self.collect(pending())
                     yield finished
@@ -432,14 +469,16 @@ class DeviceScheduler:
                 DecodedSequence(slot.index, ids[:size], values[:size], is_ended and not is_stopped, is_stopped)
             )
             self.slots[b] = None
+            del self.requests[slot.index]
         self.decode.done_B[ready_R] = True
         return sequences
 
-    def text_ids(self, b: int) -> list[int]:
-        """Return the new tokens of a slot so far, without EOS; waits for the steps that were launched."""
-        count = int(self.decode.count_B[b]) - int(self.decode.ended_B[b])
-        ids: list[int] = self.decode.token_BL[b, :count].tolist()
-        return ids
+    def text_ids(self) -> dict[int, list[int]]:
+        """Return the new tokens of each decoded sequence so far, without EOS; waits for the launched steps."""
+        counts = (self.decode.count_B - self.decode.ended_B.long()).tolist()
+        tokens = self.decode.token_BL[:, : max(counts)].tolist()
+        rows = zip(self.slots, tokens, counts, strict=True)
+        return {slot.index: ids[:count] for slot, ids, count in rows if slot is not None}
 
     def apply_stop_strings(self) -> None:
         """Find the first new token of each slot that completes a stop string."""
@@ -466,11 +505,15 @@ class DeviceScheduler:
         taken = [(b, self.waiting.popleft()) for b in free[: len(self.waiting)]]
         if not taken:
             return
-        budgets = [self.budgets[i] for _, i in taken]
-        rows = [self.first_row + i for _, i in taken]
+        requests = [self.requests[number] for _, number in taken]
+        prompts, budgets = [request.prompt for request in requests], [request.budget for request in requests]
+        is_seq2seq = isinstance(self.decode.model, EncoderDecoder)
+        lengths = [1 if is_seq2seq else len(prompt) for prompt in prompts]
+        while max(lengths) > self.decode.fused.capacity:
+            self.decode.grow(2 * self.decode.fused.capacity)
         width = max(budgets) if self.decode.settings.temperature else 0
-        uniform = torch.from_numpy(token_uniforms(self.seed, rows, width))
-        self.decode.fill([b for b, _ in taken], [self.prompts[i] for _, i in taken], budgets, uniform)
-        for b, i in taken:
-            is_seq2seq = isinstance(self.decode.model, EncoderDecoder)
-            self.slots[b] = Slot(i, 1 if is_seq2seq else len(self.prompts[i]), self.budgets[i])
+        seeds_S1 = np.array([[request.seed % 2**64] for request in requests], dtype=np.uint64)
+        uniform = torch.from_numpy(token_uniforms(seeds_S1, [request.row for request in requests], width))
+        self.decode.fill([b for b, _ in taken], prompts, budgets, uniform)
+        for (b, number), length, budget in zip(taken, lengths, budgets, strict=True):
+            self.slots[b] = Slot(number, length, budget)

@@ -30,6 +30,8 @@ from firth.generate.constraint import Constraint, make_constraint
 from firth.generate.decode_state import check_can_generate, eval_mode, make_decode_state, require_tokenizer
 from firth.generate.device_decode import (
     STREAM_STEPS_PER_CHECK,
+    DecodedSequence,
+    DecodeRequest,
     DeviceScheduler,
     can_decode_on_device,
     keep_device_decode,
@@ -201,14 +203,17 @@ def generate_on_device(
         scheduler = make_scheduler(model, prompts, generation_config, stop_fn, logprobs, first_row)
         sequences: dict[int, GeneratedSequence] = {}
         for finished in scheduler.run():
-            for done in finished:
-                sequences[done.number] = GeneratedSequence(
-                    done.text_ids, done.ended or done.stopped, done.logprobs if logprobs else [], sum(done.logprobs)
-                )
+            sequences |= {done.number: to_generated_sequence(done, logprobs) for done in finished}
             if on_finished is not None:
                 on_finished(len(finished))
         keep_device_decode(scheduler.decode)
     return [sequences[number] for number in range(len(sequences))]
+
+
+def to_generated_sequence(done: DecodedSequence, logprobs: bool) -> GeneratedSequence:
+    return GeneratedSequence(
+        done.text_ids, done.ended or done.stopped, done.logprobs if logprobs else [], sum(done.logprobs)
+    )
 
 
 def make_scheduler(
@@ -234,7 +239,11 @@ def make_scheduler(
         max(budgets),
         longest if is_seq2seq else 0,
     )
-    scheduler = DeviceScheduler(decode, repeated, budgets, generation_config.seed, first_row)
+    scheduler = DeviceScheduler(decode)
+    seed = generation_config.seed
+    scheduler.add(
+        [DecodeRequest(*pair, seed, first_row + i) for i, pair in enumerate(zip(repeated, budgets, strict=True))]
+    )
     if stop_fn is not None:
         scheduler.stop_fn = lambda number, ids: stop_fn(number // each, ids)
     return scheduler
@@ -257,7 +266,7 @@ def iterate_new_ids(
         scheduler = make_scheduler(model, [prompt], generation_config, stop_fn, logprobs=False)
         scheduler.steps_per_check = STREAM_STEPS_PER_CHECK
         for finished in scheduler.run():
-            yield finished[0].text_ids if finished else scheduler.text_ids(0)
+            yield finished[0].text_ids if finished else scheduler.text_ids()[0]
         keep_device_decode(scheduler.decode)
 
 

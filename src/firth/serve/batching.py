@@ -8,6 +8,7 @@ Each model has one thread that computes. An operation is a generator over a batc
 each request its answer as soon as that is complete. The thread advances all running batches in turn, one step each.
 So a classification does not wait for the end of a long text, and a text that begins later may end earlier. At most
 `MAX_RUNNING_BATCHES` batches of several steps run at once: what arrives meanwhile waits, and forms a larger batch.
+Where an operation has a `capacity`, jobs join a running batch that has rows left (continuous batching).
 
 The server's event loop hands over a `Job` and reads its events. A job whose client has gone is marked as cancelled;
 the operation drops its rows at the next step.
@@ -45,11 +46,16 @@ Event = Piece | Result | ApiError
 
 
 class Operation(NamedTuple):
-    """What a batch of jobs is computed by; `has_steps` if it yields between steps."""
+    """What a batch of jobs is computed by; `has_steps` if it yields between steps.
+
+    `capacity` returns how many rows a batch can hold that begins with so many: jobs that join it are appended to the
+    list that `run` got, which takes them out. None: no job can join.
+    """
 
     name: str
-    run: Callable[[Sequence[Job]], Iterator[None]]
+    run: Callable[[list[Job]], Iterator[None]]
     has_steps: bool = False
+    capacity: Callable[[int], int] | None = None
 
 
 class Job:
@@ -80,6 +86,29 @@ class Job:
             self.is_cancelled = True
 
 
+class RunningBatch:
+    """The jobs of a batch without an answer, and the steps that compute it."""
+
+    def __init__(self, jobs: Sequence[Job]) -> None:
+        self.operation, self.settings, self.jobs = jobs[0].operation, jobs[0].settings, list(jobs)
+        self.arriving = list(jobs)  # not yet taken by the operation
+        self.steps = self.operation.run(self.arriving)
+        num_rows = sum(job.num_rows for job in jobs)
+        self.capacity = num_rows if self.operation.capacity is None else self.operation.capacity(num_rows)
+
+    def can_join(self, job: Job) -> bool:
+        is_same = (self.operation.name, self.settings) == (job.operation.name, job.settings)
+        return self.operation.capacity is not None and is_same and job.num_rows <= self.num_free_rows
+
+    @property
+    def num_free_rows(self) -> int:
+        return self.capacity - sum(job.num_rows for job in self.jobs if job.is_open)
+
+    def join(self, jobs: Sequence[Job]) -> None:
+        self.jobs = [job for job in self.jobs if job.is_open] + list(jobs)
+        self.arriving += jobs
+
+
 class BatchWorker:
     """The queue and the computing thread of one model. A step holds `lock`, which models on one GPU share."""
 
@@ -91,7 +120,7 @@ class BatchWorker:
         self.waiting: deque[Job] = deque()
         self.changed = threading.Condition()
         self.is_stopping = False
-        self.running: list[tuple[Iterator[None], Sequence[Job]]] = []
+        self.running: list[RunningBatch] = []
         self.thread = threading.Thread(target=self.work, name=f"firth-{name}", daemon=True)
 
     def submit(self, job: Job) -> None:
@@ -115,22 +144,26 @@ class BatchWorker:
 
     def work(self) -> None:
         while not self.is_stopping:
-            if batch := self.next_batch():
-                self.running.append((batch[0].operation.run(batch), batch))
-            self.running = [(steps, jobs) for steps, jobs in self.running if self.advance(steps, jobs)]
-        for job in [*self.waiting, *(job for _, jobs in self.running for job in jobs)]:
+            if jobs := self.next_batch():
+                joined = self.find_joinable(jobs[0])
+                if joined is not None:
+                    joined.join(jobs)
+                else:
+                    self.running.append(RunningBatch(jobs))
+            self.running = [batch for batch in self.running if self.advance(batch)]
+        for job in [*self.waiting, *(job for batch in self.running for job in batch.jobs)]:
             if job.is_open:
                 job.send(stopping_error())
 
-    def advance(self, steps: Iterator[None], jobs: Sequence[Job]) -> bool:
+    def advance(self, batch: RunningBatch) -> bool:
         """Compute one step of a batch; return whether there are more."""
         try:
             with self.lock:
-                next(steps)
+                next(batch.steps)
         except StopIteration:
             return False
         except Exception as e:
-            for job in jobs:
+            for job in batch.jobs:
                 if job.is_open:
                     job.send(to_api_error(e))
             return False
@@ -144,7 +177,8 @@ class BatchWorker:
                 batch = self.matching_jobs()
                 left_s = batch[0].arrival_s + self.batch_wait_s - time.monotonic() if batch else None
                 is_full = sum(job.num_rows for job in batch) >= self.max_batch_size
-                if left_s is not None and (left_s <= 0 or is_full):
+                joins = bool(batch) and self.find_joinable(batch[0]) is not None
+                if left_s is not None and (left_s <= 0 or is_full or joins):
                     taken = set(map(id, batch))
                     self.waiting = deque(job for job in self.waiting if id(job) not in taken)
                     return batch
@@ -158,19 +192,30 @@ class BatchWorker:
 
     def matching_jobs(self) -> list[Job]:
         """Return the oldest job that may begin, and those behind it that fit into its batch."""
-        num_running = sum(jobs[0].operation.has_steps for _, jobs in self.running)
+        can_begin = sum(batch.operation.has_steps for batch in self.running) < MAX_RUNNING_BATCHES
         first = next(
-            (job for job in self.waiting if not job.operation.has_steps or num_running < MAX_RUNNING_BATCHES), None
+            (
+                job
+                for job in self.waiting
+                if not job.operation.has_steps or can_begin or self.find_joinable(job) is not None
+            ),
+            None,
         )
         if first is None:
             return []
+        joined = self.find_joinable(first)
+        limit = self.max_batch_size if joined is None else joined.num_free_rows
         key, batch, num_rows = (first.operation.name, first.settings), list[Job](), 0
         for job in self.waiting:
-            fits = num_rows + job.num_rows <= self.max_batch_size or not batch
+            fits = num_rows + job.num_rows <= limit or not batch
             if fits and (job.operation.name, job.settings) == key:
                 batch.append(job)
                 num_rows += job.num_rows
         return batch
+
+    def find_joinable(self, job: Job) -> RunningBatch | None:
+        """Return a running batch that a job can join."""
+        return next((batch for batch in self.running if batch.can_join(job)), None)
 
 
 def compute_together(jobs: Sequence[Job], compute: Callable[[Sequence[Job]], Sequence[Any]]) -> Iterator[None]:

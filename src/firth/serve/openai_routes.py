@@ -14,8 +14,9 @@ from fastapi.responses import JSONResponse, Response
 from firth.serve import schemas
 from firth.serve.batching import Job
 from firth.serve.errors import ApiError
+from firth.serve.generation import Choice
 from firth.serve.model_server import ModelServer
-from firth.serve.served_model import Choice, ServedModel
+from firth.serve.served_model import ServedModel
 from firth.tasks.conversation import DEFAULT_NEW_TOKENS
 
 DEFAULT_COMPLETION_TOKENS = 16  # OpenAI's

@@ -11,9 +11,9 @@ import secrets
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
@@ -26,13 +26,15 @@ from firth.evaluate.predict import Predictor
 from firth.evaluate.predict_input import PredictInput, TaskInput
 from firth.generate import Blank, GenerationConfig, fill_texts, generate_sequences
 from firth.generate.decode_state import check_can_generate
-from firth.generate.loop import DecodedBatch, GeneratedSequence, iterate_decode_steps
-from firth.generate.text import PromptText, make_prompt_texts
+from firth.generate.device_decode import can_decode_on_device
+from firth.generate.text import make_prompt_texts
 from firth.models import EncoderDecoder, Model, load_model, make_sequence_template
 from firth.models.config import EmbeddingHead, LMHead
-from firth.serve.batching import BatchWorker, Job, Operation, Piece, Result, compute_together
+from firth.serve.batching import BatchWorker, Job, Operation, compute_together
 from firth.serve.config import ServeConfig
+from firth.serve.device_generation import DecodePool, count_slots, decode_in_slots
 from firth.serve.errors import ApiError
+from firth.serve.generation import Choice, Generation, GenerationSettings, decode_token_by_token
 from firth.static.ngram import is_ngram
 from firth.tasks.chat import CHAT_TEMPLATE_KEY
 from firth.tasks.prompts import encode_messages, encode_task_prompts, finetuned_generation_settings
@@ -44,66 +46,6 @@ MAX_SEED = 2**31
 GPU_LOCK = threading.Lock()  # while one model captures a CUDA graph, no other may launch a kernel
 SAMPLING_FIELDS = ("temperature", "top_k", "top_p", "min_p")
 MIN_TEMPERATURE = 1e-6  # below it the likeliest token is certain, and logits / temperature may overflow
-
-
-class Choice:
-    """One generated text of a request."""
-
-    def __init__(self, prompt: PromptText, sequence: GeneratedSequence) -> None:
-        self.new, self.full = prompt.new_text(sequence.tokens), prompt.full_text(sequence.tokens)
-        self.sequence, self.facts = sequence, prompt.constraint_facts(sequence.tokens)  # `complete` and `value`
-        is_whole = sequence.finished and self.facts.get("complete", True)
-        self.finish_reason = "stop" if is_whole else "length"
-
-
-@dataclass(frozen=True)
-class Generation:
-    """The inputs of a job that generates: its prompts, the seed of each, and whether its text is streamed."""
-
-    prompts: list[PromptText]
-    seeds: list[int]
-    is_streamed: bool
-
-    @property
-    def num_prompt_tokens(self) -> int:
-        return sum(len(prompt.input_ids) for prompt in self.prompts)
-
-
-class RunningJob:
-    """A job in a batch that is decoded: its rows, from `first_row` on, and the text that its client has of each."""
-
-    def __init__(self, job: Job, first_row: int, num_return_sequences: int) -> None:
-        self.job, self.first_row = job, first_row
-        self.prompts = [prompt for prompt in job.inputs.prompts for _ in range(num_return_sequences)]
-        self.sent = [""] * len(self.prompts)
-
-    def send_progress(self, decoded: DecodedBatch, is_done: Sequence[bool]) -> None:
-        """Send what is new: pieces of text to a client that reads a stream, and the result when all rows are done."""
-        rows = list(enumerate(self.prompts, self.first_row))
-        if self.job.inputs.is_streamed:
-            for choice, (row, prompt) in enumerate(rows):
-                text = prompt.stable_text(decoded.token_ids(row))
-                if text.startswith(self.sent[choice]):
-                    self.send_text(choice, text)
-        if all(is_done[row] for row, _ in rows):
-            choices = [Choice(prompt, decoded.to_sequence(row)) for row, prompt in rows]
-            if self.job.inputs.is_streamed:
-                for i, made in enumerate(choices):
-                    self.send_text(i, made.new)
-            self.job.send(Result(choices))
-
-    def send_text(self, choice: int, text: str) -> None:
-        """Send the part of a text that its client does not have."""
-        if new := text[len(self.sent[choice]) :]:
-            self.job.send(Piece(choice, new))
-            self.sent[choice] = text
-
-
-class GenerationSettings(NamedTuple):
-    """What requests must share to be decoded together. The seed of the config is not used: each request has its own."""
-
-    config: GenerationConfig
-    logprobs: bool
 
 
 class ServedModel:
@@ -121,7 +63,7 @@ class ServedModel:
         self.model: Model = model.to(choose_compute(TrainingConfig(compile=False)).device).requires_grad_(False)
         self.tokenizer = model.tokenizer
         self.metadata = read_task_file(Path(checkpoint))
-        self.predictors = self.make_predictors()
+        self.predictors, self.decode_pool = self.make_predictors(), DecodePool()
         device = self.model.embed.tokens.weight.device.type
         self.worker = BatchWorker(
             *(name, config.max_batch_size, config.batch_wait_ms / 1000, config.max_queue),
@@ -130,7 +72,8 @@ class ServedModel:
         self.operations = {
             operation.name: operation
             for operation in (
-                Operation("generate", self.decode, has_steps=True),
+                Operation("generate", lambda jobs: decode_token_by_token(self.model, jobs), has_steps=True),
+                Operation("generate in slots", self.decode_in_slots, has_steps=True, capacity=self.count_slots),
                 Operation("search", lambda jobs: compute_together(jobs, self.search_beams)),
                 Operation("embed", lambda jobs: compute_together(jobs, self.embed_batch)),
                 Operation("fill", lambda jobs: compute_together(jobs, self.fill_batch)),
@@ -260,8 +203,9 @@ class ServedModel:
         generation = Generation(texts, [seed + i for i in range(len(texts))], is_streamed)
         if config.num_beams > 1 and is_streamed:
             raise UserError("Streaming supports one text: set num_beams=1.")
-        operation = self.operations["search" if config.num_beams > 1 else "generate"]
-        return Job(operation, GenerationSettings(config, logprobs), generation, rows)
+        on_device = can_decode_on_device(self.model, config)
+        name = "search" if config.num_beams > 1 else "generate in slots" if on_device else "generate"
+        return Job(self.operations[name], GenerationSettings(config, logprobs), generation, rows)
 
     def max_new_tokens_after(self, prompt_tokens: int) -> int | None:
         """Return how many tokens fit behind a prompt; None: any number."""
@@ -345,34 +289,12 @@ class ServedModel:
 
     # --- operations: batches of jobs
 
-    def decode(self, jobs: Sequence[Job]) -> Iterator[None]:
-        """Generate one token of each text in every step."""
-        config, logprobs = jobs[0].settings
-        prompts = [(job, prompt) for job in jobs for prompt in job.inputs.prompts]
-        running, first_row = [], 0
-        for job in jobs:
-            running.append(RunningJob(job, first_row, config.num_return_sequences))
-            first_row += len(running[-1].prompts)
+    def count_slots(self, num_rows: int) -> int:
+        return count_slots(num_rows, self.config.max_batch_size)
 
-        def should_stop(index: int, ids: Sequence[int]) -> bool:
-            job, prompt = prompts[index]
-            return not job.is_open or bool(config.stop and prompt.has_stop_string(ids))
-
-        for decoded in iterate_decode_steps(
-            self.model,
-            [prompt.input_ids for _, prompt in prompts],
-            config,
-            stop_fn=should_stop,
-            logprobs=logprobs,
-            seeds=[seed for job in jobs for seed in job.inputs.seeds],
-        ):
-            is_done = decoded.done_N.tolist()
-            running = [part for part in running if part.job.is_open]
-            for part in running:
-                part.send_progress(decoded, is_done)
-            if not any(part.job.is_open for part in running):
-                return
-            yield
+    def decode_in_slots(self, jobs: list[Job]) -> Iterator[None]:
+        num_rows = sum(job.num_rows for job in jobs)
+        return decode_in_slots(self.model, self.decode_pool, jobs, self.count_slots(num_rows))
 
     def search_beams(self, jobs: Sequence[Job]) -> list[list[Choice]]:
         config: GenerationConfig = jobs[0].settings.config

@@ -12,9 +12,10 @@ from firth.models import make_sequence_template
 from firth.serve import schemas
 from firth.serve.batching import Job
 from firth.serve.config import TASK_KINDS
+from firth.serve.generation import Choice
 from firth.serve.model_server import ModelServer
 from firth.serve.openai_routes import EVENT_STREAM
-from firth.serve.served_model import Choice, ServedModel
+from firth.serve.served_model import ServedModel
 
 WEIGHT_DIGITS = 4
 
