@@ -255,9 +255,11 @@ def test_finetune_evaluate_export(firth: Firth, paths: dict[str, Path], tmp_path
     assert done.json["max_difference"] < 1e-4
     before = tree(tmp_path)
     done = firth("export", final, "--check", "--json")
-    assert (done.code, [*done.json], tree(tmp_path) == before) == (0, ["max_difference", "compared_with"], True), (
-        done.err
-    )
+    assert (done.code, [*done.json], tree(tmp_path) == before) == (
+        0,
+        ["max_difference", "compared_with", "differing_texts"],
+        True,
+    ), done.err
 
 
 def test_a_resumed_run_keeps_its_card(firth: Firth, paths: dict[str, Path], tmp_path: Path) -> None:

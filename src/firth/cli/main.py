@@ -24,7 +24,7 @@ from firth import __version__
 from firth.cli import options as opt
 from firth.cli import render
 from firth.core.console import format_count, print_error, print_text, say, set_quiet, show_table, stderr_console, track
-from firth.core.errors import MAX_REASON_CHARS, Interrupted, UserError, shorten
+from firth.core.errors import MAX_REASON_CHARS, Interrupted, UserError, quote, shorten
 from firth.generate.config import CONSTRAINTS, GenerationConfig
 from firth.serve.config import ServeConfig
 from firth.tasks import FinetuneRecipe
@@ -706,8 +706,13 @@ def export(json: bool, **options: Any) -> None:
     if result.get("max_difference", 0.0) > MAX_LOGIT_DIFFERENCE:
         say(f"The logits differ by more than {MAX_LOGIT_DIFFERENCE}: transformers computes another model.")
         raise typer.Exit(1)
+    if texts := result.get("differing_texts"):
+        count = format_count(len(texts), "text")
+        say(f"transformers makes other token ids of {count}; the first: {quote(texts[0])}.")
+        raise typer.Exit(1)
     if "max_difference" in result and not json:
-        say(f"The logits of both differ by {result['max_difference']:.1g} at most, which is rounding.")
+        ids = " All texts have the same token ids." if "differing_texts" in result else ""
+        say(f"The logits of both differ by {result['max_difference']:.1g} at most, which is rounding.{ids}")
 
 
 @command(opt.JsonOptions)

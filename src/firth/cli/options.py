@@ -945,5 +945,7 @@ class ExportOptions(OutputOptions):
         "is a checkpoint of word vectors for finetune.",
         "NAME",
     )
-    check: bool = option(False, "Open the export in transformers and compare the logits.")
+    check: bool = option(
+        False, "Open the export in transformers and compare the logits, and the token ids of texts in 25 scripts."
+    )
     task: str = option("", "Export one of several tasks with heads, as a model for this task alone.", "NAME")

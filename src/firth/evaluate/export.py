@@ -1,4 +1,4 @@
-"""Export a checkpoint as a Hugging Face folder, and compare its logits with those that `transformers` computes.
+"""Export a checkpoint as a Hugging Face folder, and compare its logits and token ids with those of `transformers`.
 
 The comparison runs both models in float32 on the same random ids, one row half padded, and returns the largest
 absolute difference of a logit. Differences above 1e-3 are not rounding: a setting or a tensor was converted wrongly.
@@ -20,6 +20,7 @@ import torch
 from firth.core.console import say
 from firth.core.errors import UserError
 from firth.core.files import MODEL_CARD_FILE, atomic_folder, write_json
+from firth.evaluate.token_check import compare_token_ids
 from firth.models import (
     FIRTH_MODEL_TYPE,
     ClassificationHead,
@@ -120,14 +121,17 @@ def encoder_without_generator(config: ModelConfig) -> ModelConfig | None:
 
 
 class ExportCheck(NamedTuple):
-    """The largest difference of a logit, and the other side of the comparison.
+    """The largest difference of a logit, the other side of the comparison, and texts with other token ids.
 
+    `differing_texts` are those of `token_check.py` of which `transformers` makes other ids; None if it has no such
+    tokenizer.
     `mask_decoder_difference` is that at masks between the logits with DeBERTa's enhanced mask decoder and those of
     `transformers`; None for models without one.
     """
 
     max_difference: float
     compared_with: str
+    differing_texts: list[str] | None = None
     mask_decoder_difference: float | None = None
 
 
@@ -177,13 +181,14 @@ def compare_with_transformers(folder: Path) -> ExportCheck:
         difference = (logits - hf_logits).abs()
     if not isinstance(head, ClassificationHead | RegressionHead | MultipleChoiceHead) and not uses_decoder:
         difference = difference[inputs["attention_mask"].bool()]  # logits at padding are undefined
+    texts = compare_token_ids(ours.tokenizer, folder)
     if own:
         say(
             "This is no independent check: firth.hf runs Firth's own code inside of transformers. It shows only that "
             "the exported files are complete."
         )
-        return ExportCheck(float(difference.max()), f"{kind} of firth.hf (Firth's own code)")
-    return ExportCheck(float(difference.max()), f"{kind} of transformers", mask_decoder_difference(ours, theirs))
+        return ExportCheck(float(difference.max()), f"{kind} of firth.hf (Firth's own code)", texts)
+    return ExportCheck(float(difference.max()), f"{kind} of transformers", texts, mask_decoder_difference(ours, theirs))
 
 
 @torch.no_grad()

@@ -123,4 +123,4 @@ class MLMAndCLM(MaskedNextToken):
     """
 
     architectures = ("encoder",)
-    label_shift = 0
+    label_shift: ClassVar[int] = 0
