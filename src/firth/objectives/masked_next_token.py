@@ -62,7 +62,7 @@ class MaskedNextToken(ObjectiveBase):
     masked_share: float = 0.5
     mlm: MLM = DEFAULT_MLM
     architecture: Literal["encoder", "decoder"] = "encoder"
-    architectures: ClassVar[tuple[str, ...]] = ("encoder", "decoder")
+    architectures = ("encoder", "decoder")
     label_shift: ClassVar[int] = 1  # positions from a label to its masked token
 
     def __post_init__(self) -> None:
@@ -122,5 +122,5 @@ class MLMAndCLM(MaskedNextToken):
     Settings: those of `MaskedNextToken`.
     """
 
-    architectures: ClassVar[tuple[str, ...]] = ("encoder",)
+    architectures = ("encoder",)  # type: ignore[assignment]
     label_shift: ClassVar[int] = 0
