@@ -4,19 +4,23 @@ from __future__ import annotations
 
 import json
 import re
+import shlex
 import zlib
 from pathlib import Path
 from typing import Any
 
 import pytest
 from safetensors.torch import load_file
+from typer.testing import CliRunner
 
 from firth import api
+from firth.cli.main import app
 from firth.core.errors import UserError
 from firth.evaluate.export import compare_with_transformers
 from firth.lab import adapt_texts
 from firth.lab.adapt import choose_new_tokens, read_own_objective
 from firth.lab.adapt_texts import CorpusText, ReplayDocuments, ShardText, find_own_text, sample_held_out
+from firth.lab.check_commands import adapt_commands, program
 from firth.text import Corpus
 from firth.tokens import load_tokenizer, open_shards, train_tokenizer
 from firth.train import dataloader
@@ -28,6 +32,8 @@ RUN: dict[str, Any] = {
     "max_steps": 8,
     "per_device_train_batch_size": 4,
     "save_steps": 2,
+    "eval_steps": 8,
+    "eval_rows": 16,
     "async_save": False,
     "device": "cpu",
 }
@@ -238,11 +244,19 @@ def test_wrong_arguments(decoder: Path, domain: Path, tmp_path: Path) -> None:
         assert not (tmp_path / "run").exists()
 
 
-def test_a_dry_run_writes_nothing(decoder: Path, domain: Path, tmp_path: Path) -> None:
-    planned = api.adapt(decoder, domain, tmp_path / "run", dry_run=True, **RUN)
-    assert planned["dry_run"]
-    assert planned["steps"] == 8
-    assert not (tmp_path / "run").exists()
+def test_the_command_that_check_advises(
+    decoder: Path, domain: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`firth check` names the command for a checkpoint, and not for a tokenizer; it runs, here as a dry run."""
+    (line,) = adapt_commands(Corpus([domain]), str(decoder))
+    monkeypatch.chdir(tmp_path)
+    words = shlex.split(line.removeprefix(shlex.join(program())), comments=True)
+    done = CliRunner().invoke(app, [*words, "--dry-run", "--json", "--max-steps", "8"], catch_exceptions=False)
+    planned = json.loads(done.stdout.splitlines()[-1])
+    assert (planned["dry_run"], planned["steps"], planned["new_tokens"]) == (True, 8, "auto")
+    assert not (tmp_path / "adapted").exists()
+    load_tokenizer(decoder).save(tmp_path / "tok")
+    assert adapt_commands(Corpus([domain]), str(tmp_path / "tok")) == []
 
 
 def test_a_long_document_is_cut() -> None:

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 from firth.core.console import format_count, say
 from firth.core.errors import UserError, quote
-from firth.lab.check_commands import limited_length, suggest_commands
+from firth.lab.check_commands import adapt_commands, limited_length, suggest_commands
 from firth.models import count_parameters, get_preset
 from firth.models.presets import ARCHITECTURE_FAMILIES, SHAPE_LADDER
 from firth.recipes import default_vocab_size
@@ -132,7 +132,8 @@ def check_corpus(
         decisions = {fit.name: decide_tokenizer(fit, fits) for fit in fits if fit.given}
         kept = next((fit for fit in fits if decisions.get(fit.name, "retrain") != "retrain"), None)
         used = kept or chosen
-        commands = suggest_commands(
+        commands = adapt_commands(corpus, name, advised_normal_forms(text)) if name else []
+        commands += suggest_commands(
             corpus,
             tokenizers[used.name],
             name if kept else "",
@@ -386,11 +387,12 @@ def advised_normal_forms(corpus_stats: dict[str, Any]) -> list[str]:
 def existing_tokenizer_advice(current: TokenizerFit, rival: TokenizerFit, ratio: float, decision: str) -> Advice:
     """Advise to keep, extend or retrain the tokenizer of a checkpoint."""
     actions = {
-        "keep": "Keep it: no embeddings have to be trained anew.",
+        "keep": "Keep it: no embeddings have to be trained anew. `firth adapt` trains its checkpoint on this text.",
         "extend": "Extend it by the words that it splits worst: "
         f"`firth tokenizer --extend {shlex.quote(current.name)} TEXT... --output-dir tok`. The model of a checkpoint "
         "needs embeddings for them: `firth adapt` adds and trains them.",
-        "retrain": "Train a new one. Its embeddings start from scratch: this needs pretraining, not only fine-tuning.",
+        "retrain": "Train a new one. Its embeddings start from scratch: this needs pretraining, not only fine-tuning. "
+        "`firth adapt` keeps a checkpoint, and adds words of this text to its tokenizer.",
     }
     return Advice(
         f"{current.name}: {decision}",

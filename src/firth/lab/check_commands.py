@@ -12,6 +12,7 @@ import shutil
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import fields
+from pathlib import Path
 from typing import Any
 
 from firth.core.errors import UserError
@@ -64,6 +65,21 @@ def suggest_commands(
     commands.append(["prepare", *texts, "--tokenizer", used, *dedup, *reading, "--output-dir", "shards"])
     lines = [shlex.join([*program(), *words]) for words in commands]
     return lines + pretrain_commands(tokenizer, models, row_length)
+
+
+def adapt_commands(corpus: Corpus, given: str, normal_forms: Sequence[str] = ()) -> list[str]:
+    """Return the command that trains a given checkpoint further on the text; none if `given` is only a tokenizer."""
+    if not (Path(given) / "config.json").is_file() or STDIN_PATH in corpus.paths:
+        return []
+    from firth.lab.adapt import check_adaptable  # loads torch
+
+    try:
+        check_adaptable(Path(given))
+    except UserError:
+        return []
+    texts = [word for path in corpus.paths for word in ("--data", str(path))]
+    words = ["adapt", given, *texts, *reading_options(corpus, normal_forms), "--output-dir", "adapted"]
+    return [f"{shlex.join([*program(), *words])}  # train the checkpoint further on this text"]
 
 
 def program() -> list[str]:
