@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from firth.core.errors import UserError
+from firth.core.errors import UserError, quote
 from firth.evaluate.predict import Predictor
 from firth.evaluate.predict_input import TaskInput
 from firth.generate.decode_state import eval_mode
@@ -39,7 +39,7 @@ def salience_of_input(predictor: Predictor, task_input: TaskInput, label: str | 
     if not isinstance(task, ClassificationTask | RegressionTask) or task.sequences_per_label > 1:
         raise UserError(f"Salience is for labels and scores of a text or a pair, not for the task {task.name}.")
     if label is not None and label not in task.labels:
-        raise UserError(f"There is no label {label!r}. Known: {', '.join(task.labels) or 'none'}.")
+        raise UserError(f"There is no label {quote(label)}. Known: {', '.join(task.labels) or 'none'}.")
     task = copy(task)
     task.has_short_rows = True
     items = task.encode(predictor.split_long_text(task_input.example)[:1])
