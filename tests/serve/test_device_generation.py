@@ -129,6 +129,31 @@ def test_a_job_that_does_not_fit_begins_another_batch(connect: Any, in_slots: No
         assert all(decode.num_slots in (1, 4) for decode in server.models["t5"].decode_pool.idle)
 
 
+def test_a_client_that_leaves_frees_its_slot(connect: Any, in_slots: None) -> None:
+    """Both are in slots of one batch, or wait for one; the other client gets its text."""
+    body = {"max_new_tokens": 20, "temperature": 1.0}
+    with connect("gpt2", max_batch_size=4) as (client, server):
+        model = server.models["gpt2"]
+        wanted = client.post("/generate", json={**body, "prompt": "the", "seed": 2}).json()
+
+        async def ask() -> None:
+            jobs = [model.make_generation_job([text], body, seed=seed) for text, seed in (("the dog", 1), ("the", 2))]
+            for job in jobs:
+                job.loop = asyncio.get_running_loop()
+            steps = model.decode_in_slots(list(jobs))
+            next(steps)
+            jobs[0].cancel()
+            for _ in steps:
+                await asyncio.sleep(0)
+            await asyncio.sleep(0.01)
+            assert jobs[0].events.empty()
+            (choice,) = jobs[1].events.get_nowait().value
+            assert choice.full == wanted["results"][0]["text"]
+
+        asyncio.run(ask())
+        assert all(decode.done_B.all() for decode in model.decode_pool.idle)
+
+
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no CUDA device")
 @pytest.mark.parametrize("name", ["gpt2", "t5"])

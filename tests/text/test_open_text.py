@@ -13,8 +13,17 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from firth.core.errors import UserError
+from firth.text import Corpus
 from firth.text import open_text as module
-from firth.text.open_text import check_encoding, guess_encoding, import_optional, read_lines, split_long_line
+from firth.text.open_text import (
+    DECOMPRESSORS,
+    check_encoding,
+    estimate_text_bytes,
+    guess_encoding,
+    import_optional,
+    read_lines,
+    split_long_line,
+)
 
 
 def write(path: Path, data: bytes) -> Path:
@@ -202,3 +211,20 @@ def test_a_file_that_is_cut_while_it_is_read(tmp_path: Path, name: str) -> None:
         file.write(b"more\n")
         file.flush()
         assert len(list(lines)) >= 199_999
+
+
+@pytest.mark.parametrize("extension", [".gz", ".xz", ".bz2"])
+def test_the_text_of_a_compressed_file_is_estimated(
+    extension: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    text = b"".join(b"line %d: the cat sat on the mat\n" % (i * i) for i in range(20_000))
+    file = tmp_path / f"a.txt{extension}"
+    with DECOMPRESSORS[extension](file, "wb") as out:
+        out.write(text)
+    assert estimate_text_bytes(file) == len(text)
+    assert Corpus(file).text_bytes == len(text) > 3 * Corpus(file).total_bytes
+    monkeypatch.setattr("firth.text.open_text.RATIO_SAMPLE_BYTES", len(text) // 2)
+    blocks = 0.6 if extension == ".bz2" else 0.3  # bzip2 reads blocks of 900 kB, larger than this file
+    assert estimate_text_bytes(file) == pytest.approx(len(text), rel=blocks)
+    file.write_bytes(file.read_bytes()[:40])
+    assert estimate_text_bytes(file) == 40, "damage is reported by reading"

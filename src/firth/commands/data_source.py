@@ -73,7 +73,7 @@ class DataSource(NamedTuple):
                 num_tokens,
                 shards[0].tokenizer.vocab.size,
             )
-        data, default = describe_text(self.corpus), default_vocab_size(self.corpus.total_bytes)
+        data, default = describe_text(self.corpus), default_vocab_size(self.corpus.text_bytes)
         vocab = self.tokenizer.vocab.size if self.tokenizer else self.new_tokenizer_args[1] or default
         return data, data["estimated_tokens"], vocab
 
@@ -186,7 +186,7 @@ def train_run_tokenizer(folder: Path, corpus: Corpus, kind: str, vocab_size: int
     """Train a tokenizer in the run's folder, unless it is there already."""
     path = folder / "tokenizer"
     if find_corruption(path) is not None:
-        size = vocab_size or default_vocab_size(corpus.total_bytes, kind)
+        size = vocab_size or default_vocab_size(corpus.text_bytes, kind)
         with atomic_folder(path, "tokenizer") as temporary:
             normalize = corpus.cleaner.normalize
             train_tokenizer(corpus.texts(), kind, size, lowercase, normalize=normalize).save(temporary)

@@ -179,7 +179,7 @@ def plan(
         )
     source = requested.data_source
     vocab_size = source.new_tokenizer_args[1] or (
-        default_vocab_size(source.corpus.total_bytes, source.new_tokenizer_args[0]) if source.corpus else 0
+        default_vocab_size(source.corpus.text_bytes, source.new_tokenizer_args[0]) if source.corpus else 0
     )
     command = write_command(found.chosen, source.sources, source.corpus, tokenizer, vocab_size, lowercase, options)
     return {**found.to_dict(), "notes": found.notes, "command": command}

@@ -109,7 +109,7 @@ class PretrainPlan:
             yield self.make_planner(open_shards(Path(str(source.by_name[""]))))
             return
         kind, size, lowercase = source.new_tokenizer_args
-        size = size or default_vocab_size(source.corpus.total_bytes, kind)
+        size = size or default_vocab_size(source.corpus.text_bytes, kind)
         held_out = source.data_options.held_out
         sample = sample_text(source.corpus, source.tokenizer, (kind, size, lowercase), held_out, folder)
         yield self.make_planner(sample.shards, sample.scale, sample.prepare_seconds)

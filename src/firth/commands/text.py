@@ -117,7 +117,7 @@ def tokenizer(
     if extend is not None and template is not None:
         require_extensible(template)
         return _extend_tokenizer(template, corpus, folder, max_new_tokens, min_count, max_memory, seed, dry_run)
-    size = vocab_size or default_vocab_size(corpus.total_bytes)
+    size = vocab_size or default_vocab_size(corpus.text_bytes)
     if dry_run:
         from firth.lab.dry_run import describe_text
 

@@ -48,8 +48,8 @@ def describe_text(corpus: Corpus) -> dict[str, Any]:
     return {
         "reads": list(map(str, corpus.paths)),
         "files": len(corpus.files),
-        "text_bytes": corpus.total_bytes,
-        "estimated_tokens": corpus.total_bytes // BYTES_PER_TOKEN,
+        "text_bytes": corpus.text_bytes,
+        "estimated_tokens": corpus.text_bytes // BYTES_PER_TOKEN,
     }
 
 

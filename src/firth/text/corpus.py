@@ -26,6 +26,7 @@ from firth.text.open_text import (
     ReadProgress,
     check_encoding,
     check_not_special,
+    estimate_text_bytes,
     is_special_file,
     raise_os_error,
     read_lines,
@@ -123,6 +124,12 @@ class Corpus:
         built_in = sum(len(record.text.encode()) for record in python_docs.load_pydocs()) if self.has_pydocs else 0
         datasets = sum(dataset.size_bytes for dataset in self.datasets)
         return built_in + datasets + sum(source.path.stat().st_size for source in self.files)
+
+    @cached_property
+    def text_bytes(self) -> int:
+        """Size of the text: `total_bytes`, with an estimate for compressed files."""
+        on_disk = sum(source.path.stat().st_size for source in self.files)
+        return self.total_bytes - on_disk + sum(estimate_text_bytes(source.path) for source in self.files)
 
     @property
     def bytes_read(self) -> int | None:

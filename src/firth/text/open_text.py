@@ -80,6 +80,21 @@ def open_zst(file: Path | IO[bytes], mode: str) -> Any:
 
 DECOMPRESSORS: dict[str, Callable[..., Any]] = {".gz": gzip.open, ".xz": lzma.open, ".bz2": bz2.open, ".zst": open_zst}
 COMPRESSED_EXTENSIONS_TEXT = ", ".join(DECOMPRESSORS)
+RATIO_SAMPLE_BYTES = 2**22  # of text, from which the size of a compressed file's text is estimated
+
+
+def estimate_text_bytes(path: Path) -> int:
+    """Return the size of a file's text. That of a compressed file is estimated from its beginning."""
+    size, extension = path.stat().st_size, path.suffix.lower()
+    if extension not in DECOMPRESSORS:
+        return size
+    try:
+        with path.open("rb") as raw, DECOMPRESSORS[extension](raw, "rb") as file:
+            sample = len(file.read(RATIO_SAMPLE_BYTES))
+            position = raw.tell()
+    except READ_ERRORS:
+        return size  # the damage is reported when the file is read
+    return sample if sample < RATIO_SAMPLE_BYTES else round(sample * size / position)
 
 
 def import_optional(library: str, feature: str) -> Any:
