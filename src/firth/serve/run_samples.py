@@ -40,11 +40,8 @@ def list_checkpoints(folder: Path) -> list[tuple[str, int | None]]:
 
 def sample_checkpoints(run: WatchedRun, text: str) -> list[dict[str, Any]]:
     """Return what each checkpoint writes or fills in; the seed is the same for all."""
-    checkpoints = list_checkpoints(run.folder)
-    if not checkpoints:
-        raise UserError(f"The run {run.name} has no checkpoint yet.")
     with one_at_a_time:
-        return [sample_checkpoint(run.folder / name, name, step, text) for name, step in checkpoints]
+        return [sample_checkpoint(run.folder / name, name, step, text) for name, step in list_checkpoints(run.folder)]
 
 
 def sample_checkpoint(folder: Path, name: str, step: int | None, text: str) -> dict[str, Any]:

@@ -31,7 +31,7 @@ export function lineChart({ series, lines = [], xLabel, yLabel, label, width = 6
   const X = (x) => left + ((x - x0) / (x1 - x0)) * (width - left - right);
   const Y = (y) => top + (1 - (y - y0) / (y1 - y0)) * (height - top - bottom);
   const cross = svg("line", { class: "axis", y1: top, y2: height - bottom, visibility: "hidden" });
-  const chart = svg("svg", { viewBox: `0 0 ${width} ${height}`, role: "img", "aria-label": label, tabindex: 0, width: "100%", style: { "max-width": `${Math.max(width, 900)}px` } });
+  const chart = svg("svg", { viewBox: `0 0 ${width} ${height}`, role: "img", "aria-label": label, tabindex: 0, width: "100%", style: { "max-width": `${width}px` } });
   for (const t of niceTicks(y0, y1)) {
     chart.append(svg("line", { class: "grid", x1: left, x2: width - right, y1: Y(t), y2: Y(t) }),
       svg("text", { x: left - 6, y: Y(t) + 4, "text-anchor": "end", "font-size": 11, class: "quiet", text: formatTick(t) }));

@@ -15,7 +15,7 @@ export function slider(label, { min, max, step, value, format = String, onInput 
   const output = el("output", { text: format(value) });
   const input = el("input", { type: "range", min, max, step, "aria-label": label, on: { input: () => { output.textContent = format(Number(input.value)); onInput(Number(input.value)); } } });
   input.value = value;
-  return el("label", { class: "slider" }, el("span", {}, label, output), input);
+  return el("div", { class: "slider" }, el("span", { "aria-hidden": "true" }, label, output), input);
 }
 
 export function choice(label, options, value, onChange) {

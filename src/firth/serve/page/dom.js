@@ -46,6 +46,9 @@ export function choose(shown, state, isAble) {
   return able.length ? able : state.models.filter(isAble);
 }
 
+// The width of a picture: as wide as it should be, or as there is room for beside the frames around it.
+export const roomFor = (width, frames = 60) => Math.max(240, Math.min(width, document.getElementById("panel").clientWidth - frames));
+
 let statusTimer = 0;
 export function say(message) {
   const status = document.getElementById("status");

@@ -3,7 +3,7 @@
 import { get, post } from "/page/api.js";
 import { bars, button, card, facts, field, segments, show } from "/page/components.js";
 import { lineChart } from "/page/chart.js";
-import { count, el, shortCount } from "/page/dom.js";
+import { count, el, roomFor, shortCount } from "/page/dom.js";
 
 export const name = "runs";
 export const title = "Runs";
@@ -25,6 +25,7 @@ export function draw(panel) {
   let open = true;
   let timer = 0;
   let runs = [];
+  let drawn = "";
   const sampleInput = el("input", { type: "text", value: state.sample, on: { input: () => (state.sample = sampleInput.value) } });
 
   async function poll() {
@@ -70,6 +71,9 @@ export function draw(panel) {
         el("td", { text: duration(run.seconds_left) }), el("td", { text: bytes(run.memory_bytes) })))))) : el("p", { text: "There is no run in this folder yet." }));
     if (focused) list.querySelector(`[data-run="${CSS.escape(focused)}"]`)?.focus();
     const shown = runs.filter((run) => state.shown.has(run.name) && state.logs.has(run.name));
+    const now = JSON.stringify([state.axis, state.smooth, shown.map((run) => [run.name, state.logs.get(run.name).version, state.logs.get(run.name).next])]);
+    if (now === drawn) return; // nothing is new: what somebody points at stays
+    drawn = now;
     chart.replaceChildren(shown.length ? lossChart(shown) : el("p", { class: "note", text: "Choose a run." }));
     details.replaceChildren(...shown.map((run, i) => runCard(run, i)));
   }
@@ -77,7 +81,7 @@ export function draw(panel) {
   panel.replaceChildren(
     el("p", { class: "lead", text: "Training runs, while they train. Choose several to overlay them. The dashed lines are the loss of word frequencies alone and, where it is known, the planner's forecast." }),
     list,
-    el("div", { class: "controls" },
+    el("div", { class: "controls", style: { "margin-top": "0.9rem" } },
       segments("Horizontal axis", [["step", "by step"], ["tokens", "by tokens"]], state.axis, (value) => { state.axis = value; drawAll(); }),
       segments("Training loss", [["smooth", "smooth"], ["raw", "raw"]], state.smooth ? "smooth" : "raw", (value) => { state.smooth = value === "smooth"; drawAll(); })),
     chart, details,
@@ -92,6 +96,7 @@ export function draw(panel) {
       const box = el("div");
       show(box, async () => {
         const found = await post("/runs/samples", { run, text: state.sample }, `samples-${run}`);
+        if (!found.samples.length) return el("p", { class: "note", text: "No checkpoint yet." });
         return found.samples.map((sample) => [el("h3", { text: sample.step === null ? sample.checkpoint : `step ${count(sample.step)}` }),
           sample.blanks.length ? sample.blanks.map((blank) => bars(blank.guesses.map((guess) => ({ name: guess.text, p: guess.probability })), { label: "Words for the blank" })) : el("div", { class: "passage", text: sample.text })]);
       });
@@ -125,7 +130,7 @@ function lossChart(runs) {
     return [{ name: `${prefix}training`, points: pointsOf(rows, 1, state.smooth), colour, thin: true }, { name: `${prefix}held out`, points: pointsOf(rows, 2, false), colour, dots: true }];
   });
   const lines = runs.flatMap((run) => Object.entries(state.logs.get(run.name).references).map(([text, y]) => ({ name: runs.length > 1 ? `${run.name}: ${text}` : text, y })));
-  return lineChart({ series: series.filter((s) => s.points.length), lines, xLabel: state.axis === "step" ? "step" : "tokens", yLabel: "loss (nats per token)", label: "Loss of the runs that are shown", width: 900, height: 340 });
+  return lineChart({ series: series.filter((s) => s.points.length), lines, xLabel: state.axis === "step" ? "step" : "tokens", yLabel: "loss (nats per token)", label: "Loss of the runs that are shown", width: roomFor(960, 8), height: 340 });
 }
 
 function runCard(run, index) {
@@ -136,6 +141,6 @@ function runCard(run, index) {
   return card(run.name, run.kind,
     facts([["state", run.state], ["step", run.max_steps ? `${count(run.step)} of ${count(run.max_steps)}` : count(run.step)], ["tokens", run.tokens === null ? "–" : shortCount(run.tokens)], ["best held out", Number.isFinite(best) ? number(best) : "–"],
       ...Object.entries(references).map(([text, y]) => [text, number(y, 2)]), ["last line", `${duration(run.seconds_since_change)} ago`]]),
-    rates.length > 1 ? lineChart({ series: [{ name: "learning rate", points: rates, colour: COLOURS[index % COLOURS.length] }], xLabel: state.axis, yLabel: "", label: `Learning rate of ${run.name}`, width: 420, height: 150 }) : null,
-    norms.length > 1 ? lineChart({ series: [{ name: "gradient norm", points: norms, colour: COLOURS[index % COLOURS.length] }], xLabel: state.axis, yLabel: "", label: `Gradient norm of ${run.name}`, width: 420, height: 150 }) : null);
+    rates.length > 1 ? lineChart({ series: [{ name: "learning rate", points: rates, colour: COLOURS[index % COLOURS.length] }], xLabel: state.axis, yLabel: "", label: `Learning rate of ${run.name}`, width: roomFor(420), height: 160 }) : null,
+    norms.length > 1 ? lineChart({ series: [{ name: "gradient norm", points: norms, colour: COLOURS[index % COLOURS.length] }], xLabel: state.axis, yLabel: "", label: `Gradient norm of ${run.name}`, width: roomFor(420), height: 160 }) : null);
 }

@@ -2,7 +2,7 @@
 
 import { post } from "/page/api.js";
 import { bars, card, field, show, slider, textArea } from "/page/components.js";
-import { debounce, el, percent, svg } from "/page/dom.js";
+import { debounce, el, percent, roomFor, svg } from "/page/dom.js";
 
 export const name = "vectors";
 export const title = "Vectors";
@@ -53,7 +53,8 @@ class View {
 }
 
 function drawMap(words, { points, shares, neighbours }, texts, label) {
-  const [width, height, pad] = [560, 400, 34];
+  const width = roomFor(600);
+  const [height, pad] = [Math.min(400, width), 34];
   const xs = points.map((p) => p[0]);
   const ys = points.map((p) => p[1]);
   const range = (values) => { const [a, b] = [Math.min(...values), Math.max(...values)]; return b > a ? [a, b] : [a - 1, a + 1]; };
@@ -62,7 +63,7 @@ function drawMap(words, { points, shares, neighbours }, texts, label) {
   const Y = (y) => height - pad - ((y - y0) / (y1 - y0)) * (height - 2 * pad);
   const names = [...new Set(words.map((word) => word.word.toLowerCase()))];
   const links = svg("g", {});
-  const chart = svg("svg", { viewBox: `0 0 ${width} ${height}`, width: "100%", role: "group", "aria-label": label },
+  const chart = svg("svg", { viewBox: `0 0 ${width} ${height}`, width, role: "group", "aria-label": label },
     svg("line", { class: "axis", x1: pad, x2: width - pad, y1: height - pad + 12, y2: height - pad + 12 }),
     svg("line", { class: "axis", x1: pad - 14, x2: pad - 14, y1: pad - 10, y2: height - pad + 12 }),
     svg("text", { x: width / 2, y: height - 5, "text-anchor": "middle", "font-size": 12, class: "quiet", text: `first component, ${percent(shares[0])} of the variance` }),

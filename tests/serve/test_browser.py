@@ -1,0 +1,285 @@
+"""The playground in a real browser, by clicks and keys, on a small and on a large screen.
+
+pip install playwright && apt-get install chromium
+python -m pytest -m browser tests/serve/test_browser.py
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
+
+import pytest
+from serve.test_runs import make_run
+from serve.test_server import running
+
+pytestmark = [pytest.mark.browser, pytest.mark.slow]
+
+CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
+TABS = ("write", "fill", "attention", "vectors", "tokens", "tasks", "runs")
+SIZES = {"phone": (390, 844), "desk": (1440, 900)}
+WAIT_MS = 30_000  # a busy machine is slow
+# Elements that a screen reader announces, and that have no name.
+NAMELESS = """() => [...document.querySelectorAll(
+  "button, input, textarea, select, a[href], [role=button], [role=img], [role=tab], svg[tabindex]")].filter((e) => {
+  const label = e.getAttribute("aria-label") || e.labels?.[0]?.textContent || e.textContent || e.title;
+  return e.checkVisibility() && !label.trim();
+}).map((e) => e.outerHTML.slice(0, 120))"""
+
+
+@pytest.fixture(scope="module")
+def address(folders: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    home = tmp_path_factory.mktemp("runs")
+    make_run(home / "first", steps=30)
+    make_run(home / "second" / "seed-0", steps=20)
+    (home / "first" / "final").symlink_to(folders["gpt2"])
+    models = [f"{name}={folder}" for name, folder in folders.items()]
+    with running(*models, "--runs", home) as (_, address):
+        yield address
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Any]:
+    playwright = pytest.importorskip("playwright.sync_api", reason="no playwright: pip install 'firth[browser]'")
+    if CHROMIUM is None:
+        pytest.skip("no Chromium on this machine: apt-get install chromium")
+    with playwright.sync_playwright() as driver:
+        flags = ["--no-sandbox"] if os.geteuid() == 0 else []
+        opened = driver.chromium.launch(executable_path=CHROMIUM, args=flags)
+        yield opened
+        opened.close()
+
+
+@pytest.fixture(params=SIZES)
+def page(browser: Any, address: str, request: pytest.FixtureRequest) -> Iterator[Any]:
+    """A page that must log no error, ask no other host, fit its width and name what it shows."""
+    width, height = SIZES[request.param]
+    context = browser.new_context(viewport={"width": width, "height": height})
+    page = context.new_page()
+    page.set_default_timeout(WAIT_MS)
+    problems: list[str] = []
+    hosts: set[str] = set()
+    page.on("console", lambda m: problems.append(m.text) if m.type in ("error", "warning") else None)
+    page.on("pageerror", lambda e: problems.append(str(e)))
+    page.on("request", lambda r: hosts.add(urlsplit(r.url).netloc))
+    page.on("response", lambda r: problems.append(f"{r.url}: {r.text()}") if r.status >= 400 else None)
+    yield page
+    assert page.evaluate(NAMELESS) == []
+    assert page.evaluate("document.documentElement.scrollWidth <= innerWidth"), "the page is wider than the screen"
+    context.close()
+    assert not problems, "\n".join(problems)
+    assert hosts == {urlsplit(address).netloc}
+
+
+def open_tab(page: Any, address: str, tab: str, *models: str) -> None:
+    """Open a tab, and show these models alone."""
+    page.goto(f"{address}/#{tab}")
+    page.wait_for_selector(f"#tab-{tab}[aria-selected=true]")
+    for model in page.query_selector_all(".model-button"):
+        name, is_shown = model.evaluate("e => [e.firstChild.textContent, e.getAttribute('aria-pressed') === 'true']")
+        if is_shown != (name in models):
+            page.click(f".model-button:has-text('{name}')")
+
+
+def until(page: Any, expression: str) -> None:
+    """Wait until an expression is true; Playwright's own way needs `eval`, which the page's policy forbids."""
+    deadline_s = time.monotonic() + WAIT_MS / 1000
+    while not page.evaluate(expression):
+        assert time.monotonic() < deadline_s, expression
+        page.wait_for_timeout(50)
+
+
+def card(page: Any, model: str) -> Any:
+    return page.locator(f"section.card:has(h3:text-is('{model}'))")
+
+
+def test_arrow_keys_move_between_tabs(page: Any, address: str) -> None:
+    page.goto(address)
+    page.wait_for_selector("[role=tab][aria-selected=true]")
+    page.focus("[role=tab][aria-selected=true]")
+    seen = []
+    for _ in TABS:
+        page.keyboard.press("ArrowRight")
+        seen.append(page.evaluate("document.activeElement.id.replace('tab-', '')"))
+        assert page.get_attribute("#panel", "aria-labelledby") == f"tab-{seen[-1]}"
+    assert set(seen) == set(TABS)
+    page.keyboard.press("Home")
+    assert page.evaluate("location.hash") == "#write"
+    for theme in ("light", "dark", "auto"):
+        page.click("#theme")
+        assert page.inner_text("#theme") == f"Theme: {theme}"
+
+
+def test_write(page: Any, address: str) -> None:
+    open_tab(page, address, "write", "gpt2", "t5")
+    page.fill("textarea", "the cat")
+    own = card(page, "gpt2")
+    own.locator("button.bar").first.wait_for()
+    until(page, "document.querySelector('.passage .given')?.textContent === 'the cat'")
+    before = own.locator(".bar .value").all_inner_texts()
+    page.get_by_role("slider", name="temperature").fill("0.1")
+    assert own.locator(".bar .value").all_inner_texts() != before
+    page.get_by_role("slider", name="top-k").fill("1")
+    assert own.locator(".bar .value").first.inner_text() == "100%"
+    assert own.locator("button.bar.cut").count() == 13
+    own.locator("button.bar").nth(1).click()
+    own.locator(".passage .new").wait_for()
+    own.locator("button.bar").first.focus()
+    page.keyboard.press("ArrowDown")
+    page.keyboard.press("Enter")
+    until(page, "document.querySelectorAll('section.card .passage')[0].querySelectorAll('.new').length === 2")
+    page.click("text=Search beams")
+    own.locator(".tree svg").wait_for()
+    assert own.locator(".tree text").count() > 10
+    page.get_by_role("slider", name="new tokens").fill("5")
+    page.focus("textarea")
+    page.keyboard.press("Control+Enter")
+    until(page, "document.querySelectorAll('section.card .passage .new').length === 2")
+    answer = card(page, "t5").locator(".passage")
+    assert "the cat" not in answer.inner_text()
+    page.click("text=Back to the prompt")
+    until(page, "document.querySelectorAll('section.card .passage .new').length === 0")
+
+
+def test_the_bars_are_the_distribution_that_is_sampled(page: Any, address: str) -> None:
+    """The page's temperature, top-k and top-p against the sampler's, on the same log-probabilities."""
+    import torch
+
+    from firth.generate import GenerationConfig
+    from firth.generate.sampling import warp_logits
+
+    page.goto(address)
+    logprobs = torch.randn(40, generator=torch.Generator().manual_seed(0), dtype=torch.float64).mul(2).log_softmax(0)
+    sorted_logprobs = logprobs.sort(descending=True).values
+    for temperature, top_k, top_p in ((1.0, 0, 1.0), (0.5, 7, 1.0), (1.5, 0, 0.6), (2.0, 12, 0.8), (0.7, 3, 0.3)):
+        config = GenerationConfig(temperature=temperature, top_k=top_k, top_p=top_p)
+        wanted = warp_logits(sorted_logprobs[None], config)[0].softmax(0)
+        listed, rest = sorted_logprobs[:25], sorted_logprobs[25:]
+        tokens = [{"logprob": x} for x in listed.tolist()]
+        given = [tokens, float((rest / temperature).logsumexp(0)), 15]
+        given.append({"temperature": temperature, "topK": top_k, "topP": top_p})
+        found = page.evaluate(f"async () => (await import('/page/write.js')).warp(...{json.dumps(given)})")
+        assert found["p"] == pytest.approx(wanted[:25].tolist(), abs=1e-9)
+        assert found["rest"] == pytest.approx(float(wanted[25:].sum()), abs=1e-9)
+
+
+def test_fill(page: Any, address: str) -> None:
+    open_tab(page, address, "fill", "bert", "t5")
+    page.fill("textarea", "the ___ is near the ___")
+    own = card(page, "bert")
+    until(page, "document.querySelectorAll('section.card')[0].querySelectorAll('.bars').length === 2")
+    page.get_by_role("button", name="near", exact=True).click()
+    page.keyboard.type("not")
+    own.locator(".ghost").first.wait_for(state="attached")
+    assert "Most changed" in own.inner_text()
+    page.click("text=No change")
+    own.locator(".ghost").first.wait_for(state="detached")
+    own.locator("button.bar").first.click()
+    until(page, "document.querySelector('textarea').value.split('___').length === 2")
+
+
+def test_attention(page: Any, address: str) -> None:
+    open_tab(page, address, "attention", "bert", "t5")
+    page.get_by_label("What the decoder reads").fill("a river")
+    own = card(page, "t5")
+    own.get_by_role("button", name="cross").click()
+    own.get_by_role("button", name="layer 0, head 1").wait_for()
+    page.fill("textarea >> nth=0", "the cat lives near the river and " * 7)
+    own = card(page, "bert")
+    own.get_by_role("button", name="later queries").wait_for()
+    own.get_by_role("button", name="later queries").click()
+    own.locator("text=queries 1").wait_for()
+    own.get_by_role("button", name="layer 0, head 0").focus()
+    page.keyboard.press("ArrowRight")
+    own.locator("h3:has-text('Layer 0, head 1')").wait_for()
+    own.get_by_role("button", name="Query river").first.focus()
+    assert "→" in own.locator(".readout").first.inner_text()
+    own.get_by_role("button", name="Matrix").click()
+    own.get_by_role("img", name="Matrix of").focus()
+    page.keyboard.press("ArrowDown")
+    page.keyboard.press("ArrowRight")
+    assert "%" in own.locator(".readout").first.inner_text()
+    assert "full" in own.inner_text()
+
+
+def test_vectors(page: Any, address: str) -> None:
+    open_tab(page, address, "vectors", "bert")
+    page.fill("textarea", "the cat lives near the river\na cat and a dog")
+    page.get_by_label("Words (empty: all)").fill("cat, dog, river")
+    own = card(page, "bert")
+    own.get_by_role("button", name="dog in line 2").wait_for()
+    assert own.locator(".point").count() == 4
+    own.get_by_role("button", name="cat in line 1").focus()
+    own.locator(".bars").wait_for()
+    assert own.locator(".bars li").count() == 3
+    places = "[...document.querySelectorAll('.point circle')].map((c) => c.getAttribute('cx')).join()"
+    before = page.evaluate(places)
+    own.get_by_role("slider").fill("0")
+    assert page.evaluate(places) != before
+    assert "of the variance" in own.inner_text()
+
+
+def test_tokens(page: Any, address: str) -> None:
+    open_tab(page, address, "tokens", "bert", "gpt2")
+    page.fill("textarea", "the cat lives near the river <b>and</b> the dog. " * 4)
+    card(page, "gpt2").locator(".chip:has-text('river')").first.wait_for()
+    assert page.locator("b").count() == 0
+    mlm = card(page, "mlm").locator(".chips")
+    mlm.wait_for()
+    before = mlm.inner_text()
+    page.click("text=Next draw")
+    until(page, f"document.querySelector('[aria-label=\"mlm: input\"]')?.innerText !== {json.dumps(before)}")
+    page.get_by_role("slider", name="mask rate").fill("0.8")
+    until(page, "document.querySelectorAll('[aria-label=\"mlm: input\"] .masked').length > 20")
+    page.get_by_label("Objectives for").select_option("decoder")
+    until(page, "!document.querySelector('[aria-label=\"mlm: input\"]')")
+    page.get_by_label("Tokenizer of").select_option("gpt2")
+    card(page, "clm").wait_for()
+
+
+def test_tasks(page: Any, address: str) -> None:
+    open_tab(page, address, "tasks", "topics", "names", "questions")
+    topics, names, questions = (card(page, name) for name in ("topics", "names", "questions"))
+    topics.locator("button.bar").first.wait_for()
+    topics.get_by_role("button", name="place").click()
+    topics.locator("h3:has-text('Salience for place')").wait_for()
+    assert topics.locator("[aria-label='Salience of the tokens'] .chip").count() > 5
+    names.locator("textarea").fill("the cat & <i>Anna</i>")
+    names.get_by_role("button", name="Ask").click()
+    until(page, "document.getElementById('panel').textContent.includes('Anna')")
+    assert page.locator("main i").count() == 0
+    questions.locator("textarea").first.fill("the river?")
+    page.keyboard.press("Control+Enter")
+    questions.locator("text=Answer:").wait_for()
+
+
+def test_runs(page: Any, address: str) -> None:
+    open_tab(page, address, "runs")
+    page.get_by_role("button", name="first").wait_for()
+    page.get_by_role("img", name="Loss of the runs").wait_for()
+    for name in ("first", "second/seed-0"):
+        button = page.get_by_role("button", name=name, exact=True)
+        if button.get_attribute("aria-pressed") == "false":
+            button.click()
+    card(page, "second/seed-0").wait_for()
+    card(page, "first").wait_for()
+    page.get_by_role("img", name="Loss of the runs").focus()
+    page.keyboard.press("ArrowRight")
+    assert "first: training" in page.locator(".readout").first.inner_text()
+    page.click("text=by tokens")
+    page.get_by_label("A prompt").fill("the cat")
+    page.click("text=Sample the checkpoints")
+    page.locator(".passage:has-text('the cat')").wait_for()
+
+
+def test_long_words_and_markup_stay_inside(page: Any, address: str) -> None:
+    open_tab(page, address, "tokens", "bert")
+    page.fill("textarea", "<script>alert(1)</script> " + "x" * 300)
+    until(page, "document.getElementById('panel').textContent.includes('alert')")
+    assert page.locator("main script").count() == 0
