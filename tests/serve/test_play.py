@@ -13,7 +13,7 @@ import torch
 from serve.test_routes import ask
 from sklearn.decomposition import PCA
 
-from firth.evaluate.attention_heads import describe_head
+from firth.evaluate.attention_heads import summarize_head
 from firth.evaluate.embed import embed_words_in_texts
 from firth.models import load_model
 from firth.objectives import OBJECTIVES
@@ -127,7 +127,7 @@ def test_heads_are_named_by_what_they_do() -> None:
     eye, size = np.eye(7), 7
 
     def name(weights: np.ndarray) -> str:
-        return describe_head(weights, tokens, is_separator, is_cross=False).name
+        return summarize_head(weights, tokens, is_separator, is_cross=False).name
 
     previous = np.eye(size, k=-1) + np.eye(size)[:, :1] @ np.eye(size)[:1]
     assert name(previous) == "previous token"
@@ -142,7 +142,7 @@ def test_heads_are_named_by_what_they_do() -> None:
     assert name(0.7 * same + 0.3 / size) == "same word"
     three = eye + np.eye(size, k=1) + np.eye(size, k=-1)
     assert name(0.9 * three / three.sum(1, keepdims=True) + 0.1 / size) == ""
-    summary = describe_head(previous, tokens, is_separator, is_cross=False)
+    summary = summarize_head(previous, tokens, is_separator, is_cross=False)
     assert summary.entropy == pytest.approx(0, abs=1e-6)
     assert summary.distance == pytest.approx(6 / 7)
 

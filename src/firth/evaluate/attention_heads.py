@@ -90,7 +90,7 @@ def overview_heads(model: Model, text: str, target: str = "", max_cells: int = 2
             (target_tokens, target_separators) if kind == "decoder" and target_ids else (tokens, separators)
         )
         kinds[kind] = HeadKind(
-            [[describe_head(head, names, is_separator, kind == "cross") for head in layer] for layer in weights],
+            [[summarize_head(head, names, is_separator, kind == "cross") for head in layer] for layer in weights],
             np.stack([[shrink(head, max_cells) for head in layer] for layer in weights]),
             group_masks([np.asarray((layer > 0).any(0)) for layer in weights]),
         )
@@ -106,7 +106,7 @@ def is_punctuation(token: str) -> bool:
     return bool(marks) and all(unicodedata.category(c).startswith("P") for c in marks)
 
 
-def describe_head(
+def summarize_head(
     weights_TS: np.ndarray, tokens: Sequence[str], is_separator_S: np.ndarray, is_cross: bool
 ) -> HeadSummary:
     """Name one head; `tokens` are those of the keys."""

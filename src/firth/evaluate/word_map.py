@@ -28,7 +28,7 @@ MAX_WORDS = 300  # occurrences on one map
 NUM_NEIGHBOURS = 6
 
 
-class Occurrence(NamedTuple):
+class MappedOccurrence(NamedTuple):
     """A word of a text: its characters [start, end)."""
 
     text: int
@@ -37,7 +37,7 @@ class Occurrence(NamedTuple):
     end: int
 
 
-class Neighbour(NamedTuple):
+class NearOccurrence(NamedTuple):
     occurrence: int
     cosine: float
 
@@ -47,19 +47,19 @@ class LayerMap(NamedTuple):
 
     points: np.ndarray  # (N, 2)
     shares: np.ndarray  # (2,)
-    neighbours: list[list[Neighbour]]
+    neighbours: list[list[NearOccurrence]]
 
 
 class WordMap(NamedTuple):
-    occurrences: list[Occurrence]
+    occurrences: list[MappedOccurrence]
     layers: list[LayerMap]  # 0 is the embedding
 
 
-def find_occurrences(texts: Sequence[str], words: Sequence[str] | None) -> list[Occurrence]:
+def find_mapped_words(texts: Sequence[str], words: Sequence[str] | None) -> list[MappedOccurrence]:
     """Find these words in the texts, in upper or lower case; without `words`, all words but punctuation."""
     wanted = None if words is None else {word.lower() for word in words}
     found = [
-        Occurrence(i, match[0], match.start(), match.end())
+        MappedOccurrence(i, match[0], match.start(), match.end())
         for i, text in enumerate(texts)
         for match in WORD_PATTERN.finditer(text)
         if (match[0].lower() in wanted if wanted is not None else any(c.isalnum() for c in match[0]))
@@ -74,12 +74,12 @@ def find_occurrences(texts: Sequence[str], words: Sequence[str] | None) -> list[
     return found
 
 
-def map_words(model: Model, texts: Sequence[str], occurrences: Sequence[Occurrence]) -> WordMap:
+def map_words(model: Model, texts: Sequence[str], occurrences: Sequence[MappedOccurrence]) -> WordMap:
     """Map occurrences of words in every layer of a model."""
-    vectors = occurrence_vectors(model, texts, occurrences)
+    vectors = layer_word_vectors(model, texts, occurrences)
     layers: list[LayerMap] = []
     for x_ND in vectors:
-        points, shares = project(x_ND)
+        points, shares = project_to_plane(x_ND)
         if layers:  # a component has no sign of its own: keep that of the layer below
             points *= np.where((points * layers[-1].points).sum(0) < 0, -1.0, 1.0)
         layers.append(LayerMap(points, shares, find_neighbours(x_ND)))
@@ -87,7 +87,7 @@ def map_words(model: Model, texts: Sequence[str], occurrences: Sequence[Occurren
 
 
 @torch.no_grad()
-def occurrence_vectors(model: Model, texts: Sequence[str], occurrences: Sequence[Occurrence]) -> list[np.ndarray]:
+def layer_word_vectors(model: Model, texts: Sequence[str], occurrences: Sequence[MappedOccurrence]) -> list[np.ndarray]:
     """Return the vectors (N, D) of all occurrences, for each layer."""
     tokenizer = require_tokenizer(model)
     template, limit = make_sequence_template(model.config, tokenizer.vocab), resolve_max_length(model, 0)
@@ -120,10 +120,10 @@ def occurrence_vectors(model: Model, texts: Sequence[str], occurrences: Sequence
     return [np.stack([rows[n][layer] for n in range(len(occurrences))]) for layer in range(len(rows[0]))]
 
 
-def project(x_ND: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+def project_to_plane(x_ND: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """Return the first two principal components (N, 2), and the share of the variance of each.
 
-    >>> points, shares = project(np.array([[0.0, 0, 1], [2, 0, 1], [4, 0, 1]]))
+    >>> points, shares = project_to_plane(np.array([[0.0, 0, 1], [2, 0, 1], [4, 0, 1]]))
     >>> abs(points[:, 0]).round(3).tolist(), shares.round(3).tolist()
     ([2.0, 0.0, 2.0], [1.0, 0.0])
     """
@@ -136,10 +136,10 @@ def project(x_ND: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     return points, shares
 
 
-def find_neighbours(x_ND: np.ndarray, count: int = NUM_NEIGHBOURS) -> list[list[Neighbour]]:
+def find_neighbours(x_ND: np.ndarray, count: int = NUM_NEIGHBOURS) -> list[list[NearOccurrence]]:
     """Return the nearest other occurrences of each by cosine."""
     unit = normalize_rows(x_ND)
     cosine_NN = unit @ unit.T
     np.fill_diagonal(cosine_NN, -np.inf)
     order = np.argsort(-cosine_NN, axis=1, kind="stable")[:, : min(count, len(x_ND) - 1)]
-    return [[Neighbour(int(j), float(cosine_NN[i, j])) for j in row] for i, row in enumerate(order)]
+    return [[NearOccurrence(int(j), float(cosine_NN[i, j])) for j in row] for i, row in enumerate(order)]

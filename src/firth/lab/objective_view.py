@@ -59,10 +59,10 @@ class TextRows:
     num_tokens: int
 
 
-def split_documents(text: str) -> list[Document]:
+def split_typed_documents(text: str) -> list[Document]:
     """Split a text at blank lines; `a ||| b` is a pair.
 
-    >>> [document.texts for document in split_documents("One. Two.\\n\\nDrei ||| Three")]
+    >>> [document.texts for document in split_typed_documents("One. Two.\\n\\nDrei ||| Three")]
     [('One. Two.',), ('Drei', 'Three')]
     """
     found = []
@@ -76,7 +76,7 @@ def split_documents(text: str) -> list[Document]:
 
 def make_text_rows(text: str, tokenizer: Tokenizer, language: str = "en") -> TextRows:
     """Turn a text into shards in memory."""
-    documents = split_documents(text)
+    documents = split_typed_documents(text)
     if not documents:
         raise UserError("The text is empty.")
     part = MemoryShards(documents, tokenizer, language, find_salient_spans)
@@ -124,14 +124,14 @@ def view_objective(
         row, rates = make_view(recipe, rows, draw)
     except UserError as e:
         return ObjectiveView(
-            name, describe(objective), objective.architectures, objective_rate(objective), None, {}, str(e)
+            name, describe_settings(objective), objective.architectures, objective_rate(objective), None, {}, str(e)
         )
     return ObjectiveView(
-        name, describe(recipe.objective), objective.architectures, objective_rate(recipe.objective), row, rates
+        name, describe_settings(recipe.objective), objective.architectures, objective_rate(recipe.objective), row, rates
     )
 
 
-def describe(objective: Objective) -> str:
+def describe_settings(objective: Objective) -> str:
     return format_objective(to_dict(objective))
 
 

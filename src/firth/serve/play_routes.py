@@ -11,7 +11,7 @@ from fastapi import FastAPI, Request
 
 from firth.evaluate.attention_heads import HeadKind, LayerMask, overview_heads, shrink
 from firth.evaluate.salience import salience_of_input
-from firth.evaluate.word_map import find_occurrences, map_words
+from firth.evaluate.word_map import find_mapped_words, map_words
 from firth.generate import GenerationConfig
 from firth.generate.decode_state import check_can_generate
 from firth.generate.next_token import next_tokens, search_beam_tree
@@ -95,7 +95,7 @@ def add_play_routes(app: FastAPI, server: ModelServer) -> None:
         """Map words in their context to two dimensions, in every layer."""
         model = server.find(body.model, lambda _: True)
         model.check_input_tokens(await server.read(count_tokens, model, body.texts))
-        occurrences = find_occurrences(body.texts, body.words)
+        occurrences = find_mapped_words(body.texts, body.words)
         found = await inspect(request, model, lambda: map_words(model.model, body.texts, occurrences))
         layers = [
             {

@@ -15,6 +15,7 @@ from firth.core.errors import UserError
 from firth.generate import GenerationConfig, fill, generate_results
 from firth.models import load_model
 from firth.serve.runs import WatchedRun
+from firth.train.checkpoint import list_checkpoints
 
 MAX_CHECKPOINTS = 6  # the last ones
 MAX_PARAMETERS = 300_000_000
@@ -25,14 +26,10 @@ BLANK_PATTERN = re.compile(r"\[MASK\]|<mask>|___")
 one_at_a_time = threading.Lock()
 
 
-def list_checkpoints(folder: Path) -> list[tuple[str, int | None]]:
+def list_sampled_checkpoints(folder: Path) -> list[tuple[str, int | None]]:
     """Return name and step of the checkpoints of a run, in order; `final` is the last one, without a step."""
-    numbered = [
-        (path.name, int(match[1]))
-        for path in folder.glob("checkpoint-*")
-        if (match := re.fullmatch(r"checkpoint-(\d+)", path.name)) and (path / "config.json").is_file()
-    ]
-    found: list[tuple[str, int | None]] = [*sorted(numbered, key=lambda item: item[1])]
+    numbered = [path for path in reversed(list_checkpoints(folder)) if (path / "config.json").is_file()]
+    found: list[tuple[str, int | None]] = [(path.name, int(path.name.removeprefix("checkpoint-"))) for path in numbered]
     if (folder / "final" / "config.json").is_file():
         found.append(("final", None))
     return found[-MAX_CHECKPOINTS:]
@@ -41,7 +38,10 @@ def list_checkpoints(folder: Path) -> list[tuple[str, int | None]]:
 def sample_checkpoints(run: WatchedRun, text: str) -> list[dict[str, Any]]:
     """Return what each checkpoint writes or fills in; the seed is the same for all."""
     with one_at_a_time:
-        return [sample_checkpoint(run.folder / name, name, step, text) for name, step in list_checkpoints(run.folder)]
+        return [
+            sample_checkpoint(run.folder / name, name, step, text)
+            for name, step in list_sampled_checkpoints(run.folder)
+        ]
 
 
 def sample_checkpoint(folder: Path, name: str, step: int | None, text: str) -> dict[str, Any]:
