@@ -262,7 +262,9 @@ def print_seeds(result: Mapping[str, Any], dev: str, output_dir: str) -> None:
     cells = [(name, *format_score_row(name, names[1:], values)) for name, *values in rows]
     show_table(f"{result['task']} on {dev}", names, cells)
     print_distillation(result)
-    say(f"The model is {output_dir}/final, the report {result['report']}; next: firth predict {output_dir}/final ...")
+    name = f"--task {next(iter(result['tasks']))} " if result.get("tasks") else ""
+    next_command = f"firth predict {output_dir}/final {name}..."
+    say(f"The model is {output_dir}/final, the report {result['report']}; next: {next_command}")
 
 
 def print_distillation(result: Mapping[str, Any]) -> None:
