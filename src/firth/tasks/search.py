@@ -220,11 +220,12 @@ class Search:
 
     def describe_plan(self, recipe: FinetuneRecipe) -> list[str]:
         """Say what is searched, what is held, and what it costs."""
-        times, seeds = self.cost / recipe.seeds, format_count(recipe.seeds, "seed")
+        times = self.cost / recipe.seeds
+        seeds = "seed that follows" if recipe.seeds == 1 else f"{recipe.seeds} seeds that follow"
         plan = f"{len(self.settings)} settings in {self.num_rungs} rungs"
         split = f"{self.train_examples:,} examples of train and is measured on its other {self.held_out_examples:,}"
         lines = [
-            f"search: {plan}, about {times:.1f} times the time of the {seeds} that follow",
+            f"search: {plan}, about {times:.1f} times the time of the {seeds}",
             f"varied: {list_dimensions(self.fields)}",
             f"each setting trains on {split}; dev is not read",
         ]
