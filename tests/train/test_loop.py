@@ -237,9 +237,11 @@ def test_the_log(recipe_of: Recipes) -> None:
     steps = [line for line in found if "loss" in line]
     assert [line["step"] for line in steps] == [1, 2, 3, 4, 5]
     assert all(
-        list(line) == ["step", "loss", "learning_rate", "tokens", "words_seen", "passes", "grad_norm", "data"]
+        [name for name in line if name != "weight_rms"]
+        == ["step", "loss", "learning_rate", "tokens", "targets", "words_seen", "passes", "grad_norm", "data"]
         for line in steps
     )
+    assert ["weight_rms" in line for line in steps] == [False] * 4 + [recipe.optim == "muon"]
     training = replace(recipe, max_steps=5)
     assert [line["learning_rate"] for line in steps] == [learning_rate_at(i, training) for i in range(5)]
     tokens = [line["tokens"] for line in steps]

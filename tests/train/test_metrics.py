@@ -138,9 +138,11 @@ def test_the_log_and_the_results(
         *extra,
         "learning_rate",
         "tokens",
+        "targets",
         "words_seen",
         "passes",
         "grad_norm",
+        "weight_rms",
         "data",
     ]
     accuracy = "mlm_accuracy" if extra else "lm_accuracy"

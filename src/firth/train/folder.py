@@ -32,6 +32,7 @@ RUN_FILES = (
         "recipe.yaml",
         "source.json",
         "log.jsonl",
+        "timings.jsonl",
         "results.json",
         "predictions.jsonl",
         "finetuning.json",

@@ -14,7 +14,7 @@ from firth.core.console import format_count, warn
 from firth.core.files import open_in_place, replace_nonfinite, write_text
 
 # keys of every step
-NUMBER_KEYS = ("learning_rate", "tokens", "words_seen", "passes", "mask_rate", "grad_norm")
+NUMBER_KEYS = (*("learning_rate", "tokens", "targets", "words_seen", "passes", "mask_rate", "grad_norm", "weight_rms"),)
 STEP_KEYS = ("step", "loss", *NUMBER_KEYS, "data", "skipped")
 
 
@@ -54,7 +54,9 @@ class RunLog:
             self.last_error = None
         except OSError as e:
             if self.last_error is None:
-                warn(f"log.jsonl cannot be written ({e.strerror}): its lines stay in memory. Training continues.")
+                warn(
+                    f"{self.path.name} cannot be written ({e.strerror}): its lines stay in memory. Training continues."
+                )
             self.last_error, e.filename = e, str(self.path)
         return not self.pending
 

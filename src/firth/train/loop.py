@@ -27,6 +27,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 from zlib import crc32
@@ -59,14 +60,16 @@ from firth.train.diagnose import diagnose_divergence
 from firth.train.distributed import SINGLE_PROCESS, DistContext
 from firth.train.ema import WeightEMA
 from firth.train.guard import Guard, StepOutcome
-from firth.train.log import NullLog, RunLog, TextProgress, read_last_losses
+from firth.train.log import NullLog, RunLog, TextProgress, read_last_losses, read_log
 from firth.train.optim import add_unfrozen_groups, learning_rate_at, make_optimizer
 from firth.train.step import RecurrentStateDict, TrainingRun, build_step_runner, compile_ahead, sum_counts, train_step
+from firth.train.timings import TIMINGS_FILE, StepTimings
 from firth.train.writer import CheckpointWriter
 
 STOP_GRACE_SECONDS = 3.0  # from a signal to the end of the process, where a step takes longer
 PEER_GRACE_SECONDS = 1.0  # more for ranks other than 0, whose end would disturb rank 0
 SPEED_WARMUP_STEPS = 3  # steps left out of the speed: they compile and warm caches
+WEIGHT_RMS_STEPS = 10  # steps between two measurements of the weights under Muon
 
 
 class Diverged(UserError):  # noqa: N818, named for what is wrong
@@ -125,13 +128,16 @@ def fit(run: TrainingRun, resume: bool = False) -> FitResult:
         nonlocal loss, metrics
         while len(pending) > keep:
             record = pending.pop(0)
-            outcome, new_metrics = record.read()
+            outcome, new_metrics, weights = record.read()
             if not outcome.was_skipped:
                 loss, metrics = outcome.loss, new_metrics
             state.bad_steps = state.bad_steps + 1 if outcome.was_skipped and not outcome.is_fp16_overflow else 0
             if record.is_logged or outcome.was_skipped:
-                log.write(**record.log_entry(outcome, new_metrics))
+                entry = record.log_entry(outcome, new_metrics, weights)
+                log.write(**entry)
                 line.show(_progress_line(run, record, loss, metrics, speed, writer.last_saved))
+                if run.doctor is not None:
+                    run.doctor.observe(entry)
             speed.end_warmup(record.step, record.tokens)
             if state.bad_steps:
                 warn(f"step {record.step} is skipped: {outcome.skip_reason}")
@@ -178,16 +184,21 @@ def fit(run: TrainingRun, resume: bool = False) -> FitResult:
     with (
         make_log(run, state.step) as log,
         handle_stop_signals(dist_context.world_size == 1, save_before_exit, grace) as stop,
+        make_timings(run, state.step) as timings,
         writer,
     ):
         run.computing = stop.computing
+        if run.doctor is not None:
+            run.doctor.timings = timings.totals
+            if state.step and run.folder:
+                run.doctor.lines = [*read_log(run.folder / "log.jsonl")]
         for step, micro_batches, counts, data in prefetch_batches(
             run.batch_fn,
             state.step,
             lambda: final_step(run, state),
             state.data_hash,
             dist_context,
-            stop.computing,
+            partial(timings.waiting, stop.computing),
         ):
             # one training step
             lr = learning_rate_at(step, training)
@@ -207,14 +218,26 @@ def fit(run: TrainingRun, resume: bool = False) -> FitResult:
             last = state.step == training.max_steps
             logs = state.step % training.logging_steps == 0 or last
             saves = state.step % training.save_steps == 0
-            values = torch.cat([guard.last_outcome, runner.metrics]) if runner.metric_names else guard.last_outcome
+            weights = measure_weights(optimizer) if state.step % WEIGHT_RMS_STEPS == 0 or last else {}
+            values = [guard.last_outcome, *([runner.metrics] if runner.metric_names else []), *weights.values()]
             text = run.text_progress(state.step) if run.text_progress else None
             mask_rate = run.mask_rate(step) if run.mask_rate else None
             record = StepRecord(
-                state.step, state.tokens, lr, data, read_async(values), runner.metric_names, logs, text, mask_rate
+                state.step,
+                state.tokens,
+                counts["targets"],
+                lr,
+                data,
+                read_async(torch.cat(values) if len(values) > 1 else values[0]),
+                runner.metric_names,
+                list(weights),
+                logs,
+                text,
+                mask_rate,
             )
             pending.append(record)
             log_pending(keep=1 if defers_loss_reads(run.compute) else 0)
+            timings.end_step(state.step, counts["tokens"])
             writer.poll()
             if run.evaluate and (state.step % training.eval_steps == 0 or last):
                 log_pending()
@@ -224,6 +247,8 @@ def fit(run: TrainingRun, resume: bool = False) -> FitResult:
                     scores = dist_context.broadcast(scores)
                     update_best(run, state, scores, model)
                 log.write(step=state.step, **scores)
+                if run.doctor is not None:
+                    run.doctor.observe({"step": state.step, **scores})
                 last = last or state.step == final_step(run, state)
                 model.train()
             for every, hook in run.hooks:
@@ -246,6 +271,8 @@ def fit(run: TrainingRun, resume: bool = False) -> FitResult:
                 writer.wait()  # the checkpoint comes before the plan: a resumed run repeats no step with another plan
                 run.training = training = run.replan.adopt(state.step, training, new_max_steps)
                 writer.recipe = to_dict(training)
+                if run.doctor is not None:
+                    run.doctor.training = training
             if last:  # early stopping may end the run before `max_steps`
                 log_pending()
                 break
@@ -293,6 +320,21 @@ def make_log(run: TrainingRun, step: int) -> RunLog | NullLog:
     return (
         RunLog(run.folder / "log.jsonl", step) if run.folder and run.compute.dist_context.is_main_process else NullLog()
     )
+
+
+def make_timings(run: TrainingRun, step: int) -> StepTimings:
+    """Make the timings of a pretraining run; they are written by the main process alone."""
+    has_file = run.doctor is not None and run.folder is not None and run.compute.dist_context.is_main_process
+    return StepTimings(run.folder / TIMINGS_FILE if has_file and run.folder else None, step, run.compute)
+
+
+def measure_weights(optimizer: torch.optim.Optimizer) -> dict[str, torch.Tensor]:
+    """Return the root mean square of the matrices that Muon trains, on the device; empty with other optimizers."""
+    matrices = [p for group in optimizer.param_groups if group.get("muon") for p in group["params"]]
+    if not matrices:
+        return {}
+    norm = torch.stack(torch._foreach_norm(matrices, 2, torch.float32)).norm()
+    return {"weight_rms": (norm / math.sqrt(sum(p.numel() for p in matrices))).reshape(1)}
 
 
 def final_step(run: TrainingRun, state: TrainState) -> int:
@@ -344,29 +386,37 @@ class StepRecord(NamedTuple):
 
     step: int
     tokens: int
+    targets: int
     learning_rate: float
     data_hash: int
     read_values: Callable[[], list[float]]
     metric_names: list[str]
+    weight_names: list[str]
     is_logged: bool
     text_progress: TextProgress | None = None
     mask_rate: float | None = None
 
-    def read(self) -> tuple[StepOutcome, dict[str, float]]:
-        """Return the loss, gradient norm and skip flag, and the losses and accuracies that the loss consists of."""
+    def read(self) -> tuple[StepOutcome, dict[str, float], dict[str, float]]:
+        """Return loss, gradient norm and skip flag; losses and accuracies that the loss consists of; weights."""
         values, size = self.read_values(), len(StepOutcome._fields)
-        return StepOutcome(*values[:size]), dict(zip(self.metric_names, values[size:], strict=True))
+        end = size + len(self.metric_names)
+        metrics = dict(zip(self.metric_names, values[size:end], strict=True))
+        return StepOutcome(*values[:size]), metrics, dict(zip(self.weight_names, values[end:], strict=True))
 
-    def log_entry(self, outcome: StepOutcome, metrics: Mapping[str, float]) -> dict[str, Any]:
+    def log_entry(
+        self, outcome: StepOutcome, metrics: Mapping[str, float], weights: Mapping[str, float]
+    ) -> dict[str, Any]:
         """Return the line of log.jsonl. Equal `data` in two logs means that both runs read the same batches so far."""
         numbers = {
             "loss": outcome.loss,
             **metrics,
             "learning_rate": self.learning_rate,
             "tokens": self.tokens,
+            "targets": self.targets,
             **(self.text_progress._asdict() if self.text_progress else {}),
             **({} if self.mask_rate is None else {"mask_rate": self.mask_rate}),
             "grad_norm": outcome.grad_norm,
+            **weights,
         }
         finite = {name: value for name, value in numbers.items() if math.isfinite(value)}
         skipped = {"skipped": outcome.skip_reason} if outcome.was_skipped else {}

@@ -75,7 +75,9 @@ from firth.train.diagnose import nonfinite_layers
 from firth.train.distributed import SINGLE_PROCESS, DistContext
 from firth.train.folder import shared_run_folder
 from firth.train.launch import init_distributed
+from firth.train.live_doctor import LiveDoctor
 from firth.train.log import token_loss_name
+from firth.train.log_rules import References
 from firth.train.loop import FitResult, fit
 from firth.train.optim import make_optimizer
 from firth.train.ramp import check_even_split, mean_batch_rows, ramp_stages, stage_shares
@@ -287,6 +289,7 @@ def run_pretraining(
         freeze_schedule=freeze_schedule,
         text_progress=text_progress,
         mask_rate=lambda step: recipe.objective.mask_rate_at(run_progress(recipe, step)),
+        doctor=LiveDoctor(recipe, live_references(recipe, shards), str(folder)),
         replan=replan,
     )
     if isinstance(losses, TransferLoss):
@@ -296,6 +299,8 @@ def run_pretraining(
         run.deferred_init, vectors = partial(set_deferred_embeddings, model, vectors), None
     with explain_disk_errors(folder):
         outcome = fit(run, resume)
+        if run.doctor is not None:
+            run.doctor.judge(is_finished=True)
         write_final_model(model, folder, dist_context)
     results = {
         "output_dir": str(folder),
@@ -312,6 +317,12 @@ def run_pretraining(
         with explain_disk_errors(folder):
             write_results(folder / "results.json", results)
     return dist_context.broadcast(results)
+
+
+def live_references(recipe: Recipe, shards: ShardSet | MixedShards) -> References:
+    """Return what the loss of a run is compared with while it trains; labels of encoder-decoders hold sentinels too."""
+    is_comparable = recipe.model.architecture != "encoder-decoder"
+    return References(math.log(recipe.model.vocab_size), shards.unigram_entropy if is_comparable else None)
 
 
 def can_replan(recipe: Recipe) -> bool:

@@ -46,6 +46,7 @@ from firth.train.cuda_graphs import CudaGraphStep
 from firth.train.distributed import DistContext
 from firth.train.dtensor import to_full_tensor, to_local
 from firth.train.guard import Guard
+from firth.train.live_doctor import LiveDoctor
 from firth.train.log import TextProgress
 from firth.train.recipe import FreezeSchedule, TrainingConfig
 from firth.train.replan import Replan
@@ -86,6 +87,7 @@ class TrainingRun:
     text_progress: Callable[[int], TextProgress] | None = None  # number of steps -> text that they read
     mask_rate: Callable[[int], float | None] | None = None  # step -> mask rate, where it changes
     runner: StepRunner | None = None  # of an earlier run with this model, to share its compiled step
+    doctor: LiveDoctor | None = None  # judges the log while it is written
     replan: Replan | None = None  # plans the steps of a run with `minutes` again, while it runs
 
 

@@ -1,0 +1,444 @@
+"""Runs made sick on purpose and healthy runs, and what the doctor says about them: precision and recall.
+
+    python benchmarks/doctor_runs.py                    # all runs: about an hour on 2 cores
+    python benchmarks/doctor_runs.py rate-too-high bert # some of them
+    python benchmarks/doctor_runs.py --record           # also write the logs that tests/lab/test_doctor.py reads
+
+A sick run names the rules that must speak (`expected`), and consequences that may (`allowed`): a rate that is too high
+also leaves the loss above word frequencies. A finding that is neither is a false alarm; so is any finding on a
+healthy run. Precision and recall count findings.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import random
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from firth.core.console import quiet
+from firth.core.files import write_json, write_text
+from firth.core.serialization import to_dict
+from firth.lab.doctor import ALL_RULES, Diagnosis, diagnose_run
+from firth.models import get_preset
+from firth.objectives import OBJECTIVES
+from firth.recipes import pretraining_recipe
+from firth.recipes.pretraining import default_objective, tokenizer_kind
+from firth.text import Corpus, is_held_out
+from firth.tokens import ShardSet, Tokenizer, open_shards, prepare, train_tokenizer
+from firth.train import Diverged, Recipe, pretrain, read_log, save_recipe
+
+LATIN, CYRILLIC = "bcdfghklmnprstvz aeiou", "бвгджзклмнпрст аеиоу"
+LOG_FOLDER = Path(__file__).parents[1] / "tests" / "lab" / "doctor_logs"
+LOGGED = ("step", "loss", "tokens", "targets", "passes", "grad_norm", "weight_rms", "skipped")
+
+
+# --- texts ----------------------------------------------------------------------------------------------------------
+
+
+def make_words(count: int, seed: int, alphabet: str = LATIN) -> list[str]:
+    """Return different words of two or three syllables."""
+    rng, words = random.Random(seed), dict[str, None]()
+    consonants, vowels = alphabet.split()
+    while len(words) < count:
+        words["".join(rng.choice(consonants) + rng.choice(vowels) for _ in range(rng.choice((2, 3))))] = None
+    return list(words)
+
+
+@dataclass
+class Language:
+    """Sentences in which each word has a few likely successors, and each document a topic with words of its own."""
+
+    seed: int = 0
+    alphabet: str = LATIN
+    num_words: int = 240
+    num_topics: int = 6
+
+    def __post_init__(self) -> None:
+        self.words = make_words(self.num_words, self.seed, self.alphabet)
+        rng = random.Random(self.seed)
+        self.successors = {word: rng.sample(self.words, 6) for word in self.words}
+        self.topics = [rng.sample(self.words, 20) for _ in range(self.num_topics)]
+
+    def sentence(self, rng: random.Random, topic: int) -> str:
+        word = rng.choice(self.topics[topic])
+        words = [word]
+        for _ in range(rng.randint(6, 14)):
+            likely = rng.random() < 0.75
+            word = (
+                rng.choices(self.successors[word], (8, 4, 2, 2, 1, 1))[0] if likely else rng.choice(self.topics[topic])
+            )
+            words.append(word)
+        return " ".join(words).capitalize() + "."
+
+    def document(self, rng: random.Random) -> str:
+        topic = rng.randrange(self.num_topics)
+        return " ".join(self.sentence(rng, topic) for _ in range(rng.randint(4, 10)))
+
+    def documents(self, count: int, seed: int = 0) -> list[str]:
+        rng = random.Random(seed)
+        return [self.document(rng) for _ in range(count)]
+
+
+def plain_text(count: int = 800) -> list[str]:
+    return Language().documents(count)
+
+
+def random_words(count: int = 800) -> list[str]:
+    """Return documents whose words do not depend on each other: a model can learn frequencies alone."""
+    rng, words = random.Random(0), make_words(240, 0)
+    weights = [1 / (i + 1) for i in range(len(words))]
+    return [" ".join(rng.choices(words, weights, k=60)) + "." for _ in range(count)]
+
+
+def unrelated_sentences(count: int = 800) -> list[str]:
+    """Return documents whose sentences come from different topics: the next sentence cannot be told from any other."""
+    language, rng = Language(), random.Random(0)
+    return [
+        " ".join(language.sentence(rng, rng.randrange(language.num_topics)) for _ in range(rng.randint(4, 10)))
+        for _ in range(count)
+    ]
+
+
+def cycle_text(count: int = 600) -> list[str]:
+    """Return documents in which each word follows from the one before it."""
+    words, rng = make_words(60, 0), random.Random(0)
+    found = []
+    for _ in range(count):
+        start = rng.randrange(len(words))
+        found.append(" ".join(words[(start + i) % len(words)] for i in range(rng.randint(60, 90))) + ".")
+    return found
+
+
+def text_with_noise(count: int = 800) -> list[str]:
+    """Return plain text with four documents of rare letters, one after the other."""
+    rng = random.Random(1)
+    noise = [" ".join("".join(rng.choices("qxwjyQXWJY", k=3)) for _ in range(400)) for _ in range(4)]
+    return plain_text(count) + noise
+
+
+def repeated_lines(count: int = 400) -> list[str]:
+    """Return documents of which every second sentence is one of eight."""
+    language, rng = Language(), random.Random(0)
+    stock = [language.sentence(rng, 0) for _ in range(8)]
+    return [" ".join(rng.choice(stock) if i % 2 else language.sentence(rng, 1) for i in range(8)) for _ in range(count)]
+
+
+def templates(count: int = 1500) -> list[str]:
+    rng, names = random.Random(0), make_words(200, 5)
+    form = "The order of {} was sent to {} on the {} of {} and it is paid by {}."
+    return [" ".join(form.format(*rng.choices(names, k=5)) for _ in range(3)) for _ in range(count)]
+
+
+def with_special_tokens(count: int = 600) -> list[str]:
+    return [document.replace(". ", ". [SEP] ", 2) for document in plain_text(count)]
+
+
+def other_held_out(count: int = 900) -> list[str]:
+    """Return documents of one language to train on, and of another one where `prepare` holds them out."""
+    train = [d for d in plain_text(count) if not is_held_out(d, 0.1)]
+    others = [d for d in Language(seed=9).documents(6 * count) if is_held_out(d, 0.1)]
+    return train + others
+
+
+# --- runs -----------------------------------------------------------------------------------------------------------
+
+
+class Workshop:
+    """Makes run folders below one folder; shards are made once for each text and tokenizer."""
+
+    def __init__(self, folder: Path, speed: float = 1.0) -> None:
+        self.folder, self.speed = folder, speed  # speed: share of the steps that runs take
+        self.shards: dict[Any, ShardSet] = {}
+
+    def make_shards(
+        self, text: Callable[[], list[str]], kind: str, vocab_size: int = 500, tokenizer_text: Any = None
+    ) -> ShardSet:
+        key = (repr(text), kind, vocab_size, repr(tokenizer_text))
+        if key not in self.shards:
+            folder = self.folder / f"shards-{len(self.shards)}"
+            folder.mkdir(parents=True)
+            write_text(folder / "text.txt", "\n\n".join(text()))
+            corpus = Corpus([folder / "text.txt"], documents="blank-line")
+            texts = [d.text for d in corpus] if tokenizer_text is None else tokenizer_text()
+            tokenizer: Tokenizer = train_tokenizer(iter(texts), kind, vocab_size)
+            prepare(corpus, tokenizer, folder / "shards", held_out_share=0.1)
+            self.shards[key] = open_shards(folder / "shards")
+        return self.shards[key]
+
+    def recipe(
+        self,
+        name: str,
+        preset: str = "bert-tiny",
+        text: Callable[[], list[str]] = plain_text,
+        tokenizer_text: Callable[[], list[str]] | None = None,
+        vocab_size: int = 500,
+        kind: str = "",
+        objective: Any = None,
+        **fields: Any,
+    ) -> Recipe:
+        model = get_preset(preset)
+        objective = objective or OBJECTIVES[default_objective(model)]
+        shards = self.make_shards(text, kind or tokenizer_kind(model, objective), vocab_size, tokenizer_text)
+        settings: dict[str, Any] = {
+            "objective": objective,
+            "output_dir": str(self.folder / name),
+            "data": str(shards.folder),
+            "tokenizer": shards.tokenizer.fingerprint,
+            "max_steps": 400,
+            "max_seq_length": 32,
+            "per_device_train_batch_size": 8,
+            "save_steps": 10_000,
+            "eval_rows": 48,
+            "compile": False,
+            "bf16": False,
+        }
+        recipe = pretraining_recipe(replace(model, vocab_size=shards.tokenizer.vocab.size), **settings | fields)
+        return replace(recipe, max_steps=max(round(recipe.max_steps * self.speed), 1))
+
+    def train(self, name: str, **options: Any) -> Path:
+        recipe = self.recipe(name, **options)
+        with suppress(Diverged):
+            pretrain(recipe)
+        return Path(recipe.output_dir)
+
+    def untrained(self, name: str, **options: Any) -> Path:
+        """Make the folder of a run that has not made a step: rules on text and batches need no more."""
+        recipe = self.recipe(name, **options)
+        folder = Path(recipe.output_dir)
+        folder.mkdir()
+        save_recipe(recipe, folder / "recipe.yaml")
+        return folder
+
+    def edited(self, name: str, changes: dict[str, Any], **options: Any) -> Path:
+        """Make a run whose recipe was changed after it: its log no longer shows what the recipe promises."""
+        folder = self.train(name, **options)
+        save_recipe(self.recipe(name, **options | changes), folder / "recipe.yaml")
+        return folder
+
+
+@dataclass(frozen=True)
+class Case:
+    """A run, the rules that must speak, and those that may."""
+
+    make: Callable[[Workshop, str], Path]
+    expected: frozenset[str] = frozenset()
+    allowed: frozenset[str] = frozenset()
+    needs_training: bool = True
+    facts: dict[str, Any] = field(default_factory=dict)
+
+
+def trained(expected: str = "", allowed: str = "", **options: Any) -> Case:
+    return Case(lambda shop, name: shop.train(name, **options), frozenset(expected.split()), frozenset(allowed.split()))
+
+
+def untrained(expected: str, allowed: str = "", **options: Any) -> Case:
+    return Case(
+        lambda shop, name: shop.untrained(name, **options),
+        frozenset(expected.split()),
+        frozenset(allowed.split()),
+        needs_training=False,
+    )
+
+
+MLM, NSP = OBJECTIVES["mlm"], OBJECTIVES["nsp"]
+PAIR_ROWS = {"max_seq_length": 48, "per_device_train_batch_size": 16, "max_steps": 500}
+STUCK = "plateau above-unigrams"
+cyrillic = partial(Language(alphabet=CYRILLIC).documents, 400)
+small_text = partial(plain_text, 40)
+
+SICK: dict[str, Case] = {
+    "plateau": trained("plateau", preset="gpt2-tiny", text=random_words, max_steps=400),
+    "above-unigrams": trained("above-unigrams", "rate-too-low plateau", preset="gpt2-tiny", max_steps=12),
+    "rate-too-high": trained(
+        "rate-too-high", f"{STUCK} loss-spikes growing-weights", preset="gpt2-tiny", optim="adamw", learning_rate=0.5
+    ),
+    "rate-too-low": trained("rate-too-low", STUCK, preset="gpt2-tiny", optim="adamw", learning_rate=1e-6),
+    "warmup-too-short": trained(
+        "warmup-too-short",
+        f"{STUCK} loss-spikes growing-weights",
+        preset="gpt2-tiny",
+        optim="adamw",
+        learning_rate=2e-2,
+        warmup_steps=0,
+    ),
+    "divergence": trained(
+        "divergence", f"{STUCK} rate-too-high", preset="gpt2-tiny", optim="adamw", learning_rate=1e18
+    ),
+    "loss-spikes": trained(
+        "loss-spikes", preset="gpt2-tiny", text=text_with_noise, max_steps=400, per_device_train_batch_size=4
+    ),
+    "overfitting": trained("overfitting", "repeated-data", preset="gpt2-tiny", text=small_text, max_steps=500),
+    "repeated-data": trained("repeated-data", "overfitting", preset="gpt2-tiny", text=small_text, max_steps=350),
+    "dead-pair-head": trained(
+        "dead-pair-head", preset="bert-tiny", objective=NSP, text=unrelated_sentences, **PAIR_ROWS
+    ),
+    "dead-detection-head": trained(
+        "dead-detection-head", f"{STUCK} rate-too-low", preset="electra-tiny", learning_rate=1e-6, max_steps=450
+    ),
+    "strong-generator": trained("strong-generator", preset="electra-tiny", text=cycle_text, max_steps=400),
+    "growing-weights": trained(
+        "growing-weights",
+        f"{STUCK} rate-too-high",
+        preset="gpt2-tiny",
+        weight_decay=0.0,
+        learning_rate=5e-2,
+        max_steps=400,
+    ),
+    "mask-rate": Case(
+        lambda shop, name: shop.edited(name, {"objective": replace(MLM, rate=0.4)}, preset="bert-tiny", objective=MLM),
+        frozenset({"mask-rate"}),
+    ),
+    "domain-shift": untrained("domain-shift", text=other_held_out),
+    "duplicated-lines": untrained("duplicated-lines", text=repeated_lines),
+    "templated-lines": untrained("templated-lines", text=templates),
+    "unknown-tokens": untrained("unknown-tokens", "untrained-embeddings", text=cyrillic, tokenizer_text=plain_text),
+    "short-pieces": untrained(
+        "short-pieces", "untrained-embeddings", preset="gpt2-tiny", text=cyrillic, tokenizer_text=plain_text
+    ),
+    "special-in-text": untrained("special-in-text", text=with_special_tokens),
+    "untrained-embeddings": untrained(
+        "untrained-embeddings",
+        preset="gpt2-tiny",
+        tokenizer_text=lambda: plain_text() + Language(seed=7).documents(2000),
+        vocab_size=1500,
+    ),
+    "few-labels": untrained("few-labels", "mask-rate", objective=replace(MLM, rate=0.01)),
+    "all-labels": untrained("all-labels", objective=replace(MLM, rate=0.9)),
+}
+
+HEALTHY: dict[str, Case] = {
+    "bert": trained(preset="bert-tiny", objective=MLM),
+    "bert-adamw": trained(preset="bert-tiny", objective=MLM, optim="adamw"),
+    "bert-nsp": trained(preset="bert-tiny", objective=NSP, **PAIR_ROWS),
+    "bert-whole-word": trained(preset="bert-tiny", objective=OBJECTIVES["whole-word"]),
+    "bert-static": trained(preset="bert-tiny", objective=OBJECTIVES["static"]),
+    "bert-mask-40": trained(preset="bert-tiny", objective=replace(MLM, rate=0.4)),
+    "bert-falling-rate": trained(preset="bert-tiny", objective=replace(MLM, rate=0.3, rate_end=0.15)),
+    "roberta": trained(preset="roberta-tiny"),
+    "spanbert": trained(preset="spanbert-tiny"),
+    "albert": trained(preset="albert-tiny", max_steps=600),
+    "distilbert": trained(preset="distilbert-tiny"),
+    "electra": trained(preset="electra-tiny", max_steps=600),
+    "deberta": trained(preset="deberta-tiny"),
+    "deberta-v3": trained(preset="deberta-v3-tiny"),
+    "modernbert": trained(preset="modernbert-tiny"),
+    "unilm": trained(preset="unilm-tiny", max_steps=600),
+    "xlnet": trained(preset="xlnet-tiny", max_steps=500),
+    "masked-next-token": trained(preset="llama-tiny", objective=OBJECTIVES["masked-next-token"], max_steps=500),
+    "clm-then-mlm": trained(preset="bert-tiny", objective=OBJECTIVES["clm-then-mlm"], max_steps=600),
+    "gpt": trained(preset="gpt-tiny"),
+    "gpt2": trained(preset="gpt2-tiny"),
+    "gpt2-adamw": trained(preset="gpt2-tiny", optim="adamw"),
+    "gpt2-long": trained(preset="gpt2-tiny", max_steps=1200, text=partial(plain_text, 2000)),
+    "gpt2-ramp": trained(preset="gpt2-tiny", batch_ramp=0.3, length_ramp=0.2),
+    "gpt2-short": trained(preset="gpt2-tiny", max_steps=150),
+    "llama": trained(preset="llama-tiny"),
+    "ulmfit": trained(preset="ulmfit-tiny", max_steps=500),
+    "elmo": trained(preset="elmo-tiny", max_steps=500),
+    "t5": trained(preset="t5-tiny", max_steps=600),
+    "t5gemma": trained(preset="t5gemma-tiny", max_steps=600),
+    "bart": trained(preset="bart-tiny", max_steps=600),
+    "bert-long": trained(preset="bert-tiny", objective=MLM, max_steps=1200, text=partial(plain_text, 2000)),
+}
+
+
+# --- recorded logs --------------------------------------------------------------------------------------------------
+
+
+def record_log(name: str, folder: Path) -> None:
+    """Write what the rules read of a run's log, as columns, with four digits."""
+    lines = read_log(folder / "log.jsonl")
+    rounded = [{k: shorten(v) for k, v in x.items() if is_recorded(k)} for x in lines]
+    LOG_FOLDER.mkdir(exist_ok=True)
+    write_json(LOG_FOLDER / f"{name}.json", {"recipe": to_dict_of(folder), "lines": rounded})
+
+
+def is_recorded(name: str) -> bool:
+    return name in LOGGED or "loss" in name or "accuracy" in name or name == "rtd_replaced"
+
+
+def shorten(value: Any) -> Any:
+    return float(f"{value:.4g}") if isinstance(value, float) else value
+
+
+def to_dict_of(folder: Path) -> dict[str, Any]:
+    from firth.train import load_recipe
+
+    return to_dict(load_recipe(folder / "recipe.yaml", Recipe))
+
+
+# --- results --------------------------------------------------------------------------------------------------------
+
+
+@dataclass
+class Tally:
+    """Findings that were right, wrong and missing."""
+
+    right: int = 0
+    wrong: int = 0
+    missing: int = 0
+
+    def add(self, case: Case, diagnosis: Diagnosis) -> tuple[set[str], set[str]]:
+        """Count the findings of a run; return the missing and the wrong ones."""
+        found = {finding.rule for finding in diagnosis.findings}
+        missing, wrong = set(case.expected - found), set(found - case.expected - case.allowed)
+        self.right += len(found & (case.expected | case.allowed))
+        self.missing += len(missing)
+        self.wrong += len(wrong)
+        return missing, wrong
+
+    @property
+    def precision(self) -> float:
+        return self.right / max(self.right + self.wrong, 1)
+
+    @property
+    def recall(self) -> float:
+        return self.right / max(self.right + self.missing, 1)
+
+
+def main(arguments: list[str] | None = None) -> Tally:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("cases", nargs="*", help="names of cases; default: all")
+    parser.add_argument("--record", action="store_true", help="write the logs that the tests read")
+    parser.add_argument("--folder", type=Path, help="keep the runs here; default: a temporary folder")
+    options = parser.parse_args(arguments)
+    cases = {**SICK, **{f"healthy-{name}": case for name, case in HEALTHY.items()}}
+    chosen = options.cases or list(cases)
+    tally = Tally()
+    with tempfile.TemporaryDirectory() as temporary:
+        shop = Workshop(options.folder or Path(temporary))
+        for name in chosen:
+            start = time.monotonic()
+            with quiet():
+                folder = cases[name].make(shop, name)
+            diagnosis = diagnose_run(folder)
+            missing, wrong = tally.add(cases[name], diagnosis)
+            if options.record and cases[name].needs_training:
+                record_log(name, folder)
+            found = [f"{f.rule} ({f.numbers})" for f in diagnosis.findings]
+            verdict = "".join(
+                [f"  MISSING {sorted(missing)}" * bool(missing), f"  WRONG {sorted(wrong)}" * bool(wrong)]
+            )
+            loss = "" if diagnosis.loss is None else f"loss {diagnosis.loss:.2f}"
+            print(
+                f"{name} {time.monotonic() - start:.0f}s {loss} {diagnosis.references.to_dict()}{verdict}", flush=True
+            )
+            for line in found:
+                print(f"    {line}", flush=True)
+    print(
+        json.dumps({"runs": len(chosen), "rules": len(ALL_RULES), "precision": tally.precision, "recall": tally.recall})
+    )
+    return tally
+
+
+if __name__ == "__main__":
+    sys.exit(0 if main() else 1)

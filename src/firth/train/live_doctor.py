@@ -1,0 +1,45 @@
+"""The doctor beside a running training: the rules of `log_rules.py` on the log so far, one line per finding, once."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from firth.core.console import warn
+from firth.train.findings import Finding, examine
+from firth.train.log_rules import LOG_RULES, LogFacts, References
+from firth.train.recipe import TrainingConfig
+
+CHECKS_PER_RUN = 20  # times that a running log is judged
+MIN_LINES = 40  # lines between two judgements, at least
+MAX_LINES = 20_000  # lines in memory; of more, every second one is kept
+
+
+class LiveDoctor:
+    """Collects the lines of the log and says what is wrong, each finding once."""
+
+    def __init__(self, training: TrainingConfig, references: References, run: str) -> None:
+        self.training, self.references, self.run = training, references, run
+        self.lines: list[Mapping[str, Any]] = []
+        self.timings: Mapping[str, Any] = {}  # the loop's own, which grow
+        self.num_unjudged = 0
+        self.reported: dict[str, Finding] = {}  # by rule
+
+    def observe(self, line: Mapping[str, Any]) -> None:
+        """Take a line of the log; now and then, judge all of them."""
+        self.lines.append(line)
+        self.num_unjudged += 1
+        if len(self.lines) > MAX_LINES:
+            self.lines = self.lines[::2]
+        interval = max(self.training.max_steps // self.training.logging_steps // CHECKS_PER_RUN, MIN_LINES)
+        if self.num_unjudged >= interval or ("skipped" in line and "divergence" not in self.reported):
+            self.judge(is_finished=False)
+
+    def judge(self, is_finished: bool) -> None:
+        """Report findings that have not been reported yet."""
+        self.num_unjudged = 0
+        facts = LogFacts(self.training, self.lines, self.references, is_finished, timings=self.timings, run=self.run)
+        for finding in examine(LOG_RULES, facts):
+            if finding.rule not in self.reported:
+                self.reported[finding.rule] = finding
+                warn(f"{finding.line} See `firth doctor {self.run}`.")
