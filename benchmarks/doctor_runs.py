@@ -13,32 +13,45 @@ from __future__ import annotations
 
 import argparse
 import json
+import lzma
 import random
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 from firth.core.console import quiet
-from firth.core.files import write_json, write_text
-from firth.core.serialization import to_dict
-from firth.lab.doctor import ALL_RULES, Diagnosis, diagnose_run
-from firth.models import get_preset
+from firth.core.files import write_text
+from firth.core.serialization import from_dict, to_dict
+from firth.lab.doctor import ALL_RULES, Diagnosis, diagnose_run, recommend_rate
+from firth.models import get_preset, make_model
+from firth.models.presets import bert, gpt2
 from firth.objectives import OBJECTIVES
 from firth.recipes import pretraining_recipe
 from firth.recipes.pretraining import default_objective, tokenizer_kind
+from firth.tasks import FinetuneRecipe
+from firth.tasks.chat import CHAT_TEMPLATE_KEY
+from firth.tasks.finetune import finetune
 from firth.text import Corpus, is_held_out
 from firth.tokens import ShardSet, Tokenizer, open_shards, prepare, train_tokenizer
-from firth.train import Diverged, Recipe, pretrain, read_log, save_recipe
+from firth.train import Diverged, Recipe, load_recipe, pretrain, read_log, save_recipe
+from firth.train.log_rules import LogFacts, References
 
 LATIN, CYRILLIC = "bcdfghklmnprstvz aeiou", "бвгджзклмнпрст аеиоу"
-LOG_FOLDER = Path(__file__).parents[1] / "tests" / "lab" / "doctor_logs"
-LOGGED = ("step", "loss", "tokens", "targets", "passes", "grad_norm", "weight_rms", "skipped")
+RECORDED_LOGS = Path(__file__).parents[1] / "tests" / "lab" / "doctor_logs.json.xz"
+LOGGED = ("step", "loss", "learning_rate", "tokens", "targets", "passes", "weight_rms", "skipped")  # recorded fields
+
+
+# A chat template that forgets the assistant's text.
+NO_ANSWERS = (
+    "{% for m in messages %}{{ '<' + m['role'] + '>' }}{% if m['role'] == 'user' %}{{ m['content'] }}{% endif %}"
+    "{% endfor %}{% if add_generation_prompt %}<assistant>{% endif %}"
+)
 
 
 # --- texts ----------------------------------------------------------------------------------------------------------
@@ -108,20 +121,23 @@ def unrelated_sentences(count: int = 800) -> list[str]:
     ]
 
 
-def cycle_text(count: int = 600) -> list[str]:
-    """Return documents in which each word follows from the one before it."""
-    words, rng = make_words(60, 0), random.Random(0)
-    found = []
-    for _ in range(count):
-        start = rng.randrange(len(words))
-        found.append(" ".join(words[(start + i) % len(words)] for i in range(rng.randint(60, 90))) + ".")
-    return found
+def topics(count: int = 1500) -> list[str]:
+    """Return documents of four languages: sentences of one document clearly belong together."""
+    languages = [Language(seed, num_words=40, num_topics=1) for seed in range(4)]
+    rng = random.Random(0)
+    return [languages[rng.randrange(4)].document(rng) for _ in range(count)]
+
+
+def one_word(count: int = 600) -> list[str]:
+    """Return documents in which nine of ten words are the same: a generator guesses it, and is right."""
+    words, rng = make_words(6, 0), random.Random(0)
+    return [" ".join(rng.choices(words, (45, 1, 1, 1, 1, 1), k=60)) + "." for _ in range(count)]
 
 
 def text_with_noise(count: int = 800) -> list[str]:
-    """Return plain text with four documents of rare letters, one after the other."""
+    """Return plain text with three short documents of rare letters."""
     rng = random.Random(1)
-    noise = [" ".join("".join(rng.choices("qxwjyQXWJY", k=3)) for _ in range(400)) for _ in range(4)]
+    noise = [" ".join("".join(rng.choices("qxwjyQXWJY", k=3)) for _ in range(20)) for _ in range(3)]
     return plain_text(count) + noise
 
 
@@ -224,6 +240,48 @@ class Workshop:
         save_recipe(self.recipe(name, **options | changes), folder / "recipe.yaml")
         return folder
 
+    def finetune(
+        self,
+        name: str,
+        train: Sequence[Mapping[str, Any]],
+        task: str,
+        is_trained: bool = False,
+        chat_template: str = "",
+        **fields: Any,
+    ) -> Path:
+        """Make the folder of a fine-tuning on these examples, of which every fifth is a dev example."""
+        folder = self.folder / f"{name}-data"
+        folder.mkdir(parents=True)
+        parts = {"train": [x for i, x in enumerate(train) if i % 5], "dev": list(train[::5])}
+        for part, rows in parts.items():
+            write_text(folder / f"{part}.jsonl", "".join(json.dumps(row) + "\n" for row in rows))
+        make, kind = (gpt2, "byte-bpe") if task == "lm" else (bert, "wordpiece")
+        tokenizer = train_tokenizer(iter(plain_text(100)), kind, 500)
+        if chat_template:
+            config = tokenizer.config | {CHAT_TEMPLATE_KEY: chat_template}
+            tokenizer = Tokenizer(tokenizer.backend, tokenizer.special_tokens, config)
+        model = make_model(make(1, 32, 2, tokenizer.vocab.size))
+        model.tokenizer = tokenizer
+        model.save(folder / "checkpoint")
+        settings: dict[str, Any] = {
+            "output_dir": str(self.folder / name),
+            "checkpoint": str(folder / "checkpoint"),
+            "task": task,
+            "train": str(folder / "train.jsonl"),
+            "dev": str(folder / "dev.jsonl"),
+            "max_seq_length": 64,
+            "max_steps": 200,
+            "seeds": 1,
+            "compile": False,
+        }
+        recipe = FinetuneRecipe(**settings | fields)
+        if is_trained:
+            finetune(recipe)
+        else:
+            (self.folder / name).mkdir()
+            save_recipe(recipe, self.folder / name / "recipe.yaml")
+        return self.folder / name
+
 
 @dataclass(frozen=True)
 class Case:
@@ -233,7 +291,6 @@ class Case:
     expected: frozenset[str] = frozenset()
     allowed: frozenset[str] = frozenset()
     needs_training: bool = True
-    facts: dict[str, Any] = field(default_factory=dict)
 
 
 def trained(expected: str = "", allowed: str = "", **options: Any) -> Case:
@@ -249,15 +306,52 @@ def untrained(expected: str, allowed: str = "", **options: Any) -> Case:
     )
 
 
+def finetuned(
+    expected: str, rows: Callable[[], list[dict[str, Any]]], task: str, is_trained: bool = False, **fields: Any
+) -> Case:
+    return Case(
+        lambda shop, name: shop.finetune(name, rows(), task, is_trained, **fields),
+        frozenset(expected.split()),
+        needs_training=is_trained,
+    )
+
+
+def topic_labels(count: int = 400, noise: bool = False) -> list[dict[str, Any]]:
+    """Return sentences with their topic as the label, or with a random one."""
+    language, rng = Language(num_topics=2), random.Random(0)
+    rows = []
+    for i in range(count):
+        topic = i % 2
+        label = rng.randrange(2) if noise else topic
+        rows.append({"text": language.sentence(rng, topic), "label": f"topic {label}"})
+    return rows
+
+
+def one_label(count: int = 400) -> list[dict[str, Any]]:
+    return [row | {"label": "rare" if i % 100 < 2 else "usual"} for i, row in enumerate(topic_labels(count))]
+
+
+def dialogues(count: int = 200, roles: Sequence[str] = ("user", "assistant")) -> list[dict[str, Any]]:
+    """Return dialogues of two messages."""
+    language, rng = Language(), random.Random(0)
+    found = []
+    for _ in range(count):
+        texts = [language.sentence(rng, 0) for _ in roles]
+        found.append({"messages": [{"role": r, "content": t} for r, t in zip(roles, texts, strict=True)]})
+    return found
+
+
 MLM, NSP = OBJECTIVES["mlm"], OBJECTIVES["nsp"]
-PAIR_ROWS = {"max_seq_length": 48, "per_device_train_batch_size": 16, "max_steps": 500}
+PAIR_ROWS = {"max_seq_length": 48, "per_device_train_batch_size": 16, "max_steps": 2000}
 STUCK = "plateau above-unigrams"
 cyrillic = partial(Language(alphabet=CYRILLIC).documents, 400)
 small_text = partial(plain_text, 40)
 
 SICK: dict[str, Case] = {
-    "plateau": trained("plateau", preset="gpt2-tiny", text=random_words, max_steps=400),
-    "above-unigrams": trained("above-unigrams", "rate-too-low plateau", preset="gpt2-tiny", max_steps=12),
+    "plateau": trained("plateau", preset="gpt2-tiny", text=random_words, kind="word"),
+    "above-unigrams": trained(
+        "above-unigrams", "rate-too-low plateau", preset="gpt2-tiny", max_steps=3, warm_start="none"
+    ),
     "rate-too-high": trained(
         "rate-too-high", f"{STUCK} loss-spikes growing-weights", preset="gpt2-tiny", optim="adamw", learning_rate=0.5
     ),
@@ -276,7 +370,7 @@ SICK: dict[str, Case] = {
     "loss-spikes": trained(
         "loss-spikes", preset="gpt2-tiny", text=text_with_noise, max_steps=400, per_device_train_batch_size=4
     ),
-    "overfitting": trained("overfitting", "repeated-data", preset="gpt2-tiny", text=small_text, max_steps=500),
+    "overfitting": trained("overfitting", "repeated-data", preset="gpt2-tiny", text=small_text, max_steps=400),
     "repeated-data": trained("repeated-data", "overfitting", preset="gpt2-tiny", text=small_text, max_steps=350),
     "dead-pair-head": trained(
         "dead-pair-head", preset="bert-tiny", objective=NSP, text=unrelated_sentences, **PAIR_ROWS
@@ -284,7 +378,9 @@ SICK: dict[str, Case] = {
     "dead-detection-head": trained(
         "dead-detection-head", f"{STUCK} rate-too-low", preset="electra-tiny", learning_rate=1e-6, max_steps=450
     ),
-    "strong-generator": trained("strong-generator", preset="electra-tiny", text=cycle_text, max_steps=400),
+    "strong-generator": trained(
+        "strong-generator", f"{STUCK} dead-detection-head", preset="electra-tiny", text=one_word, max_steps=200
+    ),
     "growing-weights": trained(
         "growing-weights",
         f"{STUCK} rate-too-high",
@@ -313,28 +409,33 @@ SICK: dict[str, Case] = {
     ),
     "few-labels": untrained("few-labels", "mask-rate", objective=replace(MLM, rate=0.01)),
     "all-labels": untrained("all-labels", objective=replace(MLM, rate=0.9)),
+    "empty-assistant-mask": finetuned("empty-assistant-mask", dialogues, "lm", chat_template=NO_ANSWERS),
+    "full-assistant-mask": finetuned("full-assistant-mask", partial(dialogues, roles=("assistant",)), "lm"),
+    "one-label": finetuned("one-label", one_label, "classify"),
+    "failed-seeds": finetuned("failed-seeds", partial(topic_labels, noise=True), "classify", is_trained=True),
 }
 
 HEALTHY: dict[str, Case] = {
     "bert": trained(preset="bert-tiny", objective=MLM),
     "bert-adamw": trained(preset="bert-tiny", objective=MLM, optim="adamw"),
-    "bert-nsp": trained(preset="bert-tiny", objective=NSP, **PAIR_ROWS),
+    "bert-nsp": trained(preset="bert-tiny", objective=NSP, text=topics, **PAIR_ROWS),
+    "bert-nsp-short": trained(preset="bert-tiny", objective=NSP),
     "bert-whole-word": trained(preset="bert-tiny", objective=OBJECTIVES["whole-word"]),
     "bert-static": trained(preset="bert-tiny", objective=OBJECTIVES["static"]),
     "bert-mask-40": trained(preset="bert-tiny", objective=replace(MLM, rate=0.4)),
     "bert-falling-rate": trained(preset="bert-tiny", objective=replace(MLM, rate=0.3, rate_end=0.15)),
     "roberta": trained(preset="roberta-tiny"),
     "spanbert": trained(preset="spanbert-tiny"),
-    "albert": trained(preset="albert-tiny", max_steps=600),
+    "albert": trained(preset="albert-tiny", max_steps=400),
     "distilbert": trained(preset="distilbert-tiny"),
-    "electra": trained(preset="electra-tiny", max_steps=600),
+    "electra": trained(preset="electra-tiny", max_steps=400),
     "deberta": trained(preset="deberta-tiny"),
     "deberta-v3": trained(preset="deberta-v3-tiny"),
     "modernbert": trained(preset="modernbert-tiny"),
-    "unilm": trained(preset="unilm-tiny", max_steps=600),
-    "xlnet": trained(preset="xlnet-tiny", max_steps=500),
-    "masked-next-token": trained(preset="llama-tiny", objective=OBJECTIVES["masked-next-token"], max_steps=500),
-    "clm-then-mlm": trained(preset="bert-tiny", objective=OBJECTIVES["clm-then-mlm"], max_steps=600),
+    "unilm": trained(preset="unilm-tiny", max_steps=400),
+    "xlnet": trained(preset="xlnet-tiny", max_steps=400),
+    "masked-next-token": trained(preset="llama-tiny", objective=OBJECTIVES["masked-next-token"], max_steps=400),
+    "clm-then-mlm": trained(preset="bert-tiny", objective=OBJECTIVES["clm-then-mlm"], max_steps=400),
     "gpt": trained(preset="gpt-tiny"),
     "gpt2": trained(preset="gpt2-tiny"),
     "gpt2-adamw": trained(preset="gpt2-tiny", optim="adamw"),
@@ -342,11 +443,13 @@ HEALTHY: dict[str, Case] = {
     "gpt2-ramp": trained(preset="gpt2-tiny", batch_ramp=0.3, length_ramp=0.2),
     "gpt2-short": trained(preset="gpt2-tiny", max_steps=150),
     "llama": trained(preset="llama-tiny"),
-    "ulmfit": trained(preset="ulmfit-tiny", max_steps=500),
-    "elmo": trained(preset="elmo-tiny", max_steps=500),
-    "t5": trained(preset="t5-tiny", max_steps=600),
-    "t5gemma": trained(preset="t5gemma-tiny", max_steps=600),
-    "bart": trained(preset="bart-tiny", max_steps=600),
+    "ulmfit": trained(preset="ulmfit-tiny", max_steps=400),
+    "elmo": trained(preset="elmo-tiny", max_steps=400),
+    "t5": trained(preset="t5-tiny", max_steps=400),
+    "t5gemma": trained(preset="t5gemma-tiny", max_steps=400),
+    "bart": trained(preset="bart-tiny", max_steps=400),
+    "classify": finetuned("", topic_labels, "classify", is_trained=True),
+    "chat": finetuned("", dialogues, "lm", is_trained=True),
     "bert-long": trained(preset="bert-tiny", objective=MLM, max_steps=1200, text=partial(plain_text, 2000)),
 }
 
@@ -354,26 +457,34 @@ HEALTHY: dict[str, Case] = {
 # --- recorded logs --------------------------------------------------------------------------------------------------
 
 
-def record_log(name: str, folder: Path) -> None:
-    """Write what the rules read of a run's log, as columns, with four digits."""
-    lines = read_log(folder / "log.jsonl")
-    rounded = [{k: shorten(v) for k, v in x.items() if is_recorded(k)} for x in lines]
-    LOG_FOLDER.mkdir(exist_ok=True)
-    write_json(LOG_FOLDER / f"{name}.json", {"recipe": to_dict_of(folder), "lines": rounded})
+def record_log(name: str, folder: Path, diagnosis: Diagnosis) -> None:
+    """Add what the rules read of a run to the file of the tests: recipe, references and log, with four digits."""
+    recipe = replace(load_recipe(folder / "recipe.yaml", Recipe), output_dir="run", data="shards")
+    lines = [{k: round_number(v) for k, v in x.items() if is_recorded(k)} for x in read_log(folder / "log.jsonl")]
+    known = read_recorded() if RECORDED_LOGS.is_file() else {}
+    is_finished = (folder / "results.json").is_file()
+    facts = {"recipe": to_dict(recipe), "references": diagnosis.references.to_dict(), "is_finished": is_finished}
+    known[name] = {**facts, "lines": lines}
+    RECORDED_LOGS.write_bytes(lzma.compress(json.dumps(known, sort_keys=True).encode(), preset=9))
+
+
+def read_recorded() -> dict[str, Any]:
+    return dict(json.loads(lzma.decompress(RECORDED_LOGS.read_bytes())))
 
 
 def is_recorded(name: str) -> bool:
     return name in LOGGED or "loss" in name or "accuracy" in name or name == "rtd_replaced"
 
 
-def shorten(value: Any) -> Any:
+def round_number(value: Any) -> Any:
     return float(f"{value:.4g}") if isinstance(value, float) else value
 
 
-def to_dict_of(folder: Path) -> dict[str, Any]:
-    from firth.train import load_recipe
-
-    return to_dict(load_recipe(folder / "recipe.yaml", Recipe))
+def recorded_facts(record: Mapping[str, Any]) -> LogFacts:
+    """Return the facts of a recorded log, as `firth doctor` has them."""
+    recipe = from_dict(record["recipe"], Recipe, "recipe")
+    references = References(**record["references"])
+    return LogFacts(recipe, record["lines"], references, record["is_finished"], recommend_rate(recipe))
 
 
 # --- results --------------------------------------------------------------------------------------------------------
@@ -422,8 +533,8 @@ def main(arguments: list[str] | None = None) -> Tally:
                 folder = cases[name].make(shop, name)
             diagnosis = diagnose_run(folder)
             missing, wrong = tally.add(cases[name], diagnosis)
-            if options.record and cases[name].needs_training:
-                record_log(name, folder)
+            if options.record and cases[name].needs_training and diagnosis.kind == "pretraining":
+                record_log(name, folder, diagnosis)
             found = [f"{f.rule} ({f.numbers})" for f in diagnosis.findings]
             verdict = "".join(
                 [f"  MISSING {sorted(missing)}" * bool(missing), f"  WRONG {sorted(wrong)}" * bool(wrong)]

@@ -14,6 +14,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from firth.commands.adapt import adapt
+from firth.commands.doctor import doctor
 from firth.commands.evaluate import evaluate, evaluate_suite, predict
 from firth.commands.export import export
 from firth.commands.finetune import finetune
@@ -34,6 +35,7 @@ __all__ = [
     "adapt",
     "check",
     "compare",
+    "doctor",
     "embed",
     "evaluate",
     "evaluate_suite",

@@ -85,6 +85,27 @@ def check(json: bool, **options: Any) -> None:
 
 
 @command(
+    opt.DoctorOptions,
+    examples="""
+firth doctor run
+firth doctor topics --json        # a fine-tuning, for a script
+firth doctor run || echo "ill"    # exit code 1: a warning or an error
+""",
+)
+def doctor(json: bool, run: str) -> None:
+    """Examine a run: what its loss should be, what is wrong, why, and which command to try next.
+
+    Exit code: 0 if the run is healthy or has information alone, 1 with a warning or an error.
+    """
+    from firth import api
+
+    result = api.doctor(run)
+    render.print_json(result) if json else render.print_diagnosis(result)
+    if any(finding["level"] != "info" for finding in result["findings"]):
+        raise typer.Exit(1)
+
+
+@command(
     opt.TokenizerOptions,
     examples="""
 firth tokenizer books/ --output-dir tok

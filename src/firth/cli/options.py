@@ -552,6 +552,11 @@ class CheckOptions(TextArguments, JsonOptions):
 
 
 @dataclass(kw_only=True)
+class DoctorOptions(JsonOptions):
+    run: str = option(..., "The folder of a run, of `pretrain` or `finetune`.", "RUN", argument=True)
+
+
+@dataclass(kw_only=True)
 class TokenizerOptions(TextArguments, OutputOptions, DryRunOptions):
     output_dir: str = option(..., "Write the tokenizer to this folder.", "FOLDER")
     kind: str | None = option(

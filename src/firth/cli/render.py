@@ -21,6 +21,7 @@ from firth.core.console import (
     warn,
 )
 from firth.core.files import format_bytes, replace_nonfinite
+from firth.core.html import format_cell
 
 if TYPE_CHECKING:
     import numpy as np
@@ -168,6 +169,24 @@ def print_adaptation(result: Mapping[str, Any], as_json: bool) -> None:
     if "report" in result:
         say(f"The report is {result['report']}.")
         say(f"{result['summary']}; next: {result['next']}")
+
+
+def print_diagnosis(result: Mapping[str, Any]) -> None:
+    """What the loss should be, then one block for each finding: what, evidence, cause, command."""
+    names = {"ln_vocab": "ln V", "unigram": "unigrams", "bigram": "bigrams", "trigram": "trigrams"}
+    known = [f"{names.get(name, name)} {value:.2f}" for name, value in result["references"].items()]
+    if result["loss"] is not None:
+        print_text(f"{result['run']}: loss {result['loss']:.2f}" + (f" ({', '.join(known)})" if known else ""))
+    for finding in result["findings"]:
+        evidence = ", ".join(f"{name} {format_cell(value)}" for name, value in finding["evidence"].items())
+        print_text(f"\n{finding['level']}: {finding['title']} [{finding['rule']}]")
+        for name, text in (("evidence", evidence), ("cause", finding["cause"]), ("try", finding["command"])):
+            if text:
+                print_text(f"  {name:<10}{text}")
+    for reason in result["not_examined"]:
+        print_text(f"\nnot examined: {reason}")
+    if not result["findings"]:
+        print_text(f"healthy: {result['rules']} rules, no finding")
 
 
 def readable_estimate(result: Mapping[str, Any]) -> dict[str, Any]:

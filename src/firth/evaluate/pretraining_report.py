@@ -37,6 +37,7 @@ from firth.tokens import MixedShards, Shards, ShardSet, Tokenizer, open_shards
 from firth.train import Recipe, last_checkpoint, load_recipe, read_log, token_loss_name
 from firth.train.dataloader import open_recipe_shards
 from firth.train.distributed import SINGLE_PROCESS, select_device
+from firth.train.findings import Finding
 from firth.train.log import read_last_losses
 from firth.train.pretrain import GOLDEN_RATIO, build_pretrain_model
 
@@ -97,7 +98,9 @@ class PassageSample(NamedTuple):
 # --- files ----------------------------------------------------------------------------------------------------------
 
 
-def write_pretraining_report_and_card(folder: Path, results: Mapping[str, Any]) -> dict[str, str]:
+def write_pretraining_report_and_card(
+    folder: Path, results: Mapping[str, Any], findings: Sequence[Finding] | None = None
+) -> dict[str, str]:
     """Write report.html, and README.md in final/ unless there is one; return the report, a summary and a next command.
 
     The report of a finished run is written once.
@@ -107,12 +110,12 @@ def write_pretraining_report_and_card(folder: Path, results: Mapping[str, Any]) 
     if not (final / MODEL_CARD_FILE).exists():  # it may have been edited
         write_model_card(final)
     if not report.is_file() or report.stat().st_mtime_ns < finished.stat().st_mtime_ns:
-        write_pretraining_report(folder, recipe, results, final)
+        write_pretraining_report(folder, recipe, results, final, findings)
     commands = next_commands(recipe, final)
     return {"report": str(report), "summary": summarize_loss(recipe, results), "next": next(iter(commands.values()))}
 
 
-def write_interrupted_report(folder: Path, seconds: float) -> None:
+def write_interrupted_report(folder: Path, seconds: float, findings: Sequence[Finding] | None = None) -> None:
     """Write the report of an interrupted run from its log and its last checkpoint, if it has made a step."""
     recipe_file, log_file = folder / "recipe.yaml", folder / "log.jsonl"
     log = read_log(log_file) if recipe_file.is_file() and log_file.is_file() else []
@@ -131,7 +134,7 @@ def write_interrupted_report(folder: Path, seconds: float) -> None:
         "parameters": count_parameters(recipe.model),
         "seconds": seconds,
     }
-    write_pretraining_report(folder, recipe, results, last_checkpoint(folder))
+    write_pretraining_report(folder, recipe, results, last_checkpoint(folder), findings)
     say(f"The report so far is {folder / 'report.html'}.")
 
 
@@ -162,8 +165,14 @@ def write_ngram_report(folder: Path, results: Mapping[str, Any]) -> dict[str, st
     return {"report": str(folder / "report.html"), "summary": summary, "next": command}
 
 
-def write_pretraining_report(folder: Path, recipe: Recipe, results: Mapping[str, Any], checkpoint: Path | None) -> None:
-    """Write report.html; `checkpoint` is the trained model, whose samples are shown."""
+def write_pretraining_report(
+    folder: Path,
+    recipe: Recipe,
+    results: Mapping[str, Any],
+    checkpoint: Path | None,
+    findings: Sequence[Finding] | None = None,
+) -> None:
+    """Write report.html; `checkpoint` is the trained model, whose samples are shown; `findings` are the doctor's."""
     shards, log = open_recipe_shards(recipe), read_log(folder / "log.jsonl")
     page = HtmlPage(f"{recipe.model.family} on {describe_text(folder, recipe)}", "pretraining.css.j2", "pretrain")
     if results["steps"] < recipe.max_steps:
@@ -176,6 +185,8 @@ def write_pretraining_report(folder: Path, recipe: Recipe, results: Mapping[str,
     page.add_paragraph(" ".join([*describe_loss(recipe, results), *describe_trend(log)]))
     page.add_table(["", ""], list(run_facts(recipe, results, shards).items()))
     add_loss_section(page, recipe, results, log)
+    if findings is not None:
+        add_doctor_section(page, findings)
     add_samples_section(page, recipe, shards, checkpoint)
     page.add_heading("Next")
     page.add_code(format_commands(next_commands(recipe, folder / "final")))
@@ -332,6 +343,15 @@ def next_commands(recipe: Recipe, final: Path) -> dict[str, str]:
 
 
 # --- sections -------------------------------------------------------------------------------------------------------
+
+
+def add_doctor_section(page: HtmlPage, findings: Sequence[Finding]) -> None:
+    """Add what the doctor found, the worst first."""
+    page.add_heading("Health")
+    if findings:
+        page.add_fragment("doctor.html.j2", "findings", findings)
+    else:
+        page.add_paragraph("The doctor found nothing wrong with this run.")
 
 
 def add_loss_section(

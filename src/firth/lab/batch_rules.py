@@ -19,12 +19,13 @@ from firth.train.log_rules import repeat_command
 from firth.train.recipe import TrainingConfig
 
 MIN_LABEL_SHARE = 0.02  # labels per token, below which there is almost nothing to learn
-UNLABELLED_SHARE = 0.25  # of the rows without a label
+UNLABELLED_SHARE = 0.6  # of the rows without a label; spans leave some short rows whole
 MAX_MASKED_SHARE = 0.6  # of the text, above which nothing is left to predict from
 RATE_TOLERANCE = 0.25  # relative difference between a promised and a measured rate
 MIN_COUNTED_LABELS = 200  # in a sample, before a rate is judged
 EMPTY_ANSWERS_SHARE = 0.1  # of the dialogues without a label
-FULL_ANSWERS_SHARE = 0.95  # of the tokens of dialogues
+FULL_ANSWERS_SHARE = 0.5  # of the dialogues whose tokens are all labels, but for the start and a role
+MAX_UNLABELLED_TOKENS = 3  # of such a dialogue
 
 
 @dataclass(frozen=True)
@@ -41,7 +42,7 @@ class BatchFacts:
     expected_rate: float | None = None  # share of the text that is predicted, as the objective promises
     measured_rate: float | None = None
     logged_share: float | None = None  # labels per token of the steps in the log
-    dialogues: dict[str, int] = field(default_factory=dict)  # of a chat task: number, empty ones, tokens, labels
+    dialogues: dict[str, int] = field(default_factory=dict)  # of a chat task: number, empty and full ones
     run: str = "run"
 
     @property
@@ -142,11 +143,10 @@ def check_empty_answers(facts: BatchFacts) -> Evidence | None:
 
 def check_full_answers(facts: BatchFacts) -> Evidence | None:
     dialogues = facts.dialogues
-    share = dialogues["labels"] / max(dialogues["tokens"], 1) if dialogues else 0.0
-    if share < FULL_ANSWERS_SHARE:
+    if not dialogues or dialogues["full"] < FULL_ANSWERS_SHARE * dialogues["count"]:
         return None
     return Evidence(
-        {"labels per token": share, "dialogues": dialogues["count"]},
+        {"dialogues without a prompt": dialogues["full"], "dialogues": dialogues["count"]},
         "The assistant mask is full: prompts are learned too. The messages have no user, or roles are swapped.",
         facts.command("--task lm"),
     )
@@ -186,7 +186,7 @@ BATCH_RULES: tuple[Rule[BatchFacts], ...] = (
         "full-assistant-mask",
         "warning",
         "the assistant mask is full",
-        f"{FULL_ANSWERS_SHARE:.0%} of the tokens of dialogues are labels",
+        f"in {FULL_ANSWERS_SHARE:.0%} of the dialogues all tokens are labels, but for the start and a role",
         check_full_answers,
     ),
 )

@@ -19,7 +19,7 @@ import numpy as np
 from firth.core.console import quiet
 from firth.core.errors import UserError
 from firth.core.files import read_object
-from firth.lab.batch_rules import BATCH_RULES, BatchFacts, count_labels
+from firth.lab.batch_rules import BATCH_RULES, MAX_UNLABELLED_TOKENS, BatchFacts, count_labels
 from firth.lab.expected_loss import read_loss_table
 from firth.lab.show import first_rows_and_batch, measure_rates
 from firth.lab.show_row import predicts_in_place, trace_batch
@@ -114,16 +114,11 @@ def diagnose_pretraining(folder: Path, recipe: Recipe) -> Diagnosis:
         shards = open_recipe_shards(recipe)
     except (UserError, OSError) as e:
         not_examined.append(f"the text and its labels: {e}")
-    rate = scale_rate_to_batch(
-        default_learning_rate(recipe.model, recipe.optim),
-        recipe.model,
-        recipe.global_batch_size * recipe.max_seq_length,
-    )
     facts = LogFacts(
         recipe,
         lines,
         is_finished=(folder / "results.json").is_file(),
-        recommended_rate=None if recipe.checkpoint or recipe.teacher else rate,
+        recommended_rate=recommend_rate(recipe),
         timings=timings,
         flops_per_token=3 * flops_per_token(recipe.model, recipe.max_seq_length),
         run=str(folder),
@@ -151,6 +146,14 @@ def diagnose_pretraining(folder: Path, recipe: Recipe) -> Diagnosis:
         rules,
         not_examined,
     )
+
+
+def recommend_rate(recipe: Recipe) -> float | None:
+    """Return the default learning rate of this model and batch; None where a run starts from trained weights."""
+    if recipe.checkpoint or recipe.teacher:
+        return None
+    rate, tokens = default_learning_rate(recipe.model, recipe.optim), recipe.global_batch_size * recipe.max_seq_length
+    return scale_rate_to_batch(rate, recipe.model, tokens)
 
 
 def read_run_log(path: Path) -> list[dict[str, Any]]:
@@ -412,12 +415,10 @@ def collect_example_batch_facts(recipe: FinetuneRecipe, train: Sequence[Example]
     if isinstance(task, LanguageModelingTask):
         own = [item for item, e in zip(items, chosen, strict=True) if not is_plain_text(e)]
         if own:
-            labels = [len(item.scored_mask) for item in own]
             dialogues = {
                 "count": len(own),
-                "empty": labels.count(0),
-                "labels": sum(labels),
-                "tokens": sum(item.num_tokens for item in own),
+                "empty": sum(not item.scored_mask.any() for item in own),  # the end token alone is no answer
+                "full": sum(item.num_tokens - len(item.scored_mask) <= MAX_UNLABELLED_TOKENS for item in own),
             }
     return BatchFacts(recipe, **count_task_labels(batch), dialogues=dialogues, run=run)
 

@@ -27,7 +27,7 @@ from firth.tokens.token_bytes import token_bytes
 from firth.train.findings import Evidence, Rule
 
 MAX_COUNTED_TOKENS = 50_000_000  # of a part, from its beginning, whose frequencies are counted
-MAX_SEARCHED_TOKENS = 4_000_000  # in which repeated lines and special tokens are searched
+MAX_SEARCHED_TOKENS = 1_000_000  # in which repeated lines and special tokens are searched
 SMOOTHING = 0.5  # added to each count before two distributions are compared
 NUM_RANDOM_PARTS = 4  # random parts of the training text that the held-out part is compared with
 MIN_COMPARED_TOKENS = 2_000  # of a held-out part

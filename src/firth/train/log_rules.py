@@ -22,6 +22,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from firth.core.console import format_count
+from firth.models.presets import PRESETS
 from firth.train.findings import Evidence, Rule
 from firth.train.log import token_loss_name
 from firth.train.recipe import Recipe, TrainingConfig
@@ -34,7 +35,8 @@ RISE_NATS, RISE_SHARE = 0.3, 0.06  # a training loss that rises by more, and by 
 RATE_FACTOR = 4.0  # times the recommended learning rate, up or down, from which the rate is suspicious
 SHORT_WARMUP_SHARE = 0.02  # of the run, below which a warm-up is short
 EARLY_SHARE = 0.2  # of the run, in which a warm-up matters
-WARMUP_BUMP_NATS = 0.3  # by which a loss exceeds that of untrained weights where the warm-up was too short
+WARMUP_BUMP_NATS = 0.5  # by which an early loss rises again where the warm-up was too short
+NOISE_FACTOR = 5.0  # standard deviations of a loss that its noise explains
 SPIKE_WINDOW = 32  # lines before a spike that it is compared with
 SPIKE_DEVIATIONS = 8.0  # robust standard deviations above their median
 SPIKE_NATS = 0.5  # at least, of a spike
@@ -42,13 +44,13 @@ SPIKE_RETURN_LINES = 8  # lines in which the loss returns; a jump that stays is 
 OVERFIT_NATS = 0.1  # rise of the held-out loss above its minimum
 REPEATED_PASSES = 4.0  # passes from which repeated text is worth less (Muennighoff et al. 2023)
 MEMORIZED_NATS = 0.5  # gap between held-out and training loss that repeated text leaves
-MIN_PAIRS = 4_000  # pairs that a pair head must have seen to be called dead
+MIN_PAIRS = 30_000  # pairs that a pair head must have seen to be called dead
 DEAD_ACCURACY = 0.03  # above chance, below which a pair head is dead
 MIN_DETECTED_TOKENS = 100_000  # tokens that a discriminator must have seen to be called dead
-DEAD_DETECTION_SHARE = 0.97  # of the entropy of 'replaced or not', above which the detection loss is that of a constant
+DEAD_DETECTION_SHARE = 0.99  # of the entropy of 'replaced or not', above which the detection loss is that of a constant
 STRONG_GENERATOR_SHARE = 0.4  # of the masked tokens, below which a generator replaces too few
-MAX_WEIGHT_RMS = 0.25  # of a matrix of a block; Muon's default decay keeps it below
-WEIGHT_GROWTH = 1.15  # over the last third of the log, from which weights still grow
+GROWN_WEIGHT_RMS, WEIGHT_GROWTH = 0.2, 5.0  # of the blocks' matrices: their size, and its factor since the first steps
+MIN_DECAY = 1.0  # weight decay times the sum of the rates, below which decay has not yet bounded the weights
 INPUT_BOUND_SHARE = 0.25  # of the time of a step that is spent waiting for data
 INPUT_BOUND_SECONDS = 5.0  # in all: shorter waits are not worth a word
 SMALL_BATCH_TOKENS = 8192  # tokens per micro-batch from which a GPU is not starved by the batch
@@ -66,11 +68,21 @@ class Series(NamedTuple):
 
     def smooth(self) -> Series:
         """Return running means over a twentieth of the points, at least five."""
-        size = max(len(self.values) // 20, 5)
+        size = self.window
         if len(self.values) < 2 * size:
             return Series(self.steps[-1:], np.array([self.values.mean()]) if len(self.values) else self.values)
         sums = np.cumsum(np.concatenate([[0.0], self.values]))
         return Series(self.steps[size - 1 :], (sums[size:] - sums[:-size]) / size)
+
+    @property
+    def noise(self) -> float:
+        """Standard deviation of a value around its neighbours, from the median difference of two that follow."""
+        return float(np.median(np.abs(np.diff(self.values)))) / 0.954 if len(self.values) > 1 else 0.0
+
+    @property
+    def window(self) -> int:
+        """Number of points of a running mean."""
+        return max(len(self.values) // 20, 5)
 
     def tail(self, share: float) -> np.ndarray:
         """Return the values of the last `share` of the points."""
@@ -172,8 +184,11 @@ def repeat_command(training: TrainingConfig, run: str, *options: str, command: s
 
 
 def model_name(recipe: Recipe) -> str:
-    """Return the model argument that a command needs; the recipe's own model replaces it."""
-    return shlex.quote(recipe.checkpoint) if recipe.checkpoint else recipe.model.architecture
+    """Return the model argument of a command: a checkpoint, or a preset of the family, which the recipe then resizes."""
+    if recipe.checkpoint:
+        return shlex.quote(recipe.checkpoint)
+    same = (name for name, preset in PRESETS.items() if preset.family == recipe.model.family)
+    return next(same, recipe.model.architecture)
 
 
 def format_rate(rate: float) -> str:
@@ -238,7 +253,8 @@ def check_rate_high(facts: LogFacts) -> Evidence | None:
         return None
     lowest_at = int(smoothed.values.argmin())
     lowest, last = float(smoothed.values[lowest_at]), float(smoothed.values[-1])
-    rose = last - lowest > max(RISE_NATS, RISE_SHARE * lowest)
+    noise = NOISE_FACTOR * facts.train_loss.noise * math.sqrt(2 / facts.train_loss.window)
+    rose = last - lowest > max(RISE_NATS, RISE_SHARE * lowest, noise)
     if rose and has_phases(facts.training):  # another objective or another mask rate has another loss
         return None
     stuck = facts.is_judged and facts.is_above_unigrams and (facts.rate_ratio or 0.0) > RATE_FACTOR
@@ -290,14 +306,15 @@ def check_warmup(facts: LogFacts) -> Evidence | None:
     if len(loss) < 10 or facts.training.warmup_steps >= max(SHORT_WARMUP_SHARE * steps, 10):
         return None
     early = loss.values[loss.steps <= max(EARLY_SHARE * steps, 20)]
-    bump = float(early.max() - early[0])
-    if bump < max(WARMUP_BUMP_NATS, 0.05 * float(early[0])) or check_rate_high(facts):
+    rises = early - np.minimum.accumulate(early)
+    top = int(rises.argmax())
+    if rises[top] < max(WARMUP_BUMP_NATS, NOISE_FACTOR * loss.noise) or check_rate_high(facts):
         return None
-    at = int(loss.steps[int(early.argmax())])
-    numbers = {"first loss": float(early[0]), "highest loss": float(early.max()), "at step": at}
+    before = float(early[: top + 1].min())
     return Evidence(
-        {**numbers, "warm-up steps": facts.training.warmup_steps},
-        "The loss rose above that of untrained weights, then recovered: the full rate came too early.",
+        {"loss before": before, "highest loss": float(early[top]), "at step": int(loss.steps[top])}
+        | {"warm-up steps": facts.training.warmup_steps},
+        "The loss rose in the first steps, then recovered: the full rate came too early.",
         facts.command(f"--warmup-steps {max(steps // 10, 10)}"),
     )
 
@@ -447,16 +464,17 @@ def check_strong_generator(facts: LogFacts) -> Evidence | None:
 
 
 def check_growing_weights(facts: LogFacts) -> Evidence | None:
-    rms = facts.series("weight_rms")
+    rms, rates = facts.series("weight_rms"), facts.series("learning_rate")
     if len(rms) < 6:
         return None
-    tail = rms.tail(1 / 3)
-    if tail[-1] < MAX_WEIGHT_RMS or tail[-1] < WEIGHT_GROWTH * tail[0]:
+    first, last = float(rms.values[0]), float(rms.values[-1])
+    decay = facts.training.weight_decay * float(rates.values.mean()) * facts.last_step
+    if last < GROWN_WEIGHT_RMS or last < WEIGHT_GROWTH * first or decay > MIN_DECAY:
         return None
     return Evidence(
-        {"RMS of the blocks' matrices": float(tail[-1]), "at first": float(rms.values[0])}
-        | {"growth over the last third": float(tail[-1] / tail[0]), "weight decay": facts.training.weight_decay},
-        "Muon's updates have a fixed norm, so weights grow until weight decay balances them.",
+        {"RMS of the blocks' matrices": last, "at first": first, "weight decay": facts.training.weight_decay}
+        | {"decay times the sum of the rates": decay},
+        "Muon's updates have a fixed norm, so weights grow until weight decay balances them, and then hardly change.",
         facts.command("--weight-decay 0.2"),
     )
 
@@ -524,8 +542,8 @@ LOG_RULES: tuple[Rule[LogFacts], ...] = (
         "warmup-too-short",
         "warning",
         "the warm-up is too short",
-        f"the loss rises {WARMUP_BUMP_NATS} nats above its first value, and the warm-up is less than "
-        f"{SHORT_WARMUP_SHARE:.0%} of the run",
+        f"an early loss rises by {WARMUP_BUMP_NATS} nats and {NOISE_FACTOR:g} standard deviations, and the warm-up is "
+        f"less than {SHORT_WARMUP_SHARE:.0%} of the run",
         check_warmup,
     ),
     Rule("divergence", "error", "the run diverged", "a step was skipped for NaN or Inf", check_divergence),
@@ -577,8 +595,8 @@ LOG_RULES: tuple[Rule[LogFacts], ...] = (
         "growing-weights",
         "warning",
         "the weights grow under Muon",
-        f"the RMS of the blocks' matrices is above {MAX_WEIGHT_RMS} and grew by {WEIGHT_GROWTH - 1:.0%} over the last "
-        "third",
+        f"the RMS of the blocks' matrices is above {GROWN_WEIGHT_RMS} and {WEIGHT_GROWTH:g} times that of the first "
+        f"steps, and weight decay times the sum of the rates is below {MIN_DECAY:g}",
         check_growing_weights,
     ),
     Rule(

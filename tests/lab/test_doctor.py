@@ -1,0 +1,346 @@
+"""The doctor: for each rule a run made sick on purpose, and healthy runs on which it is silent.
+
+`benchmarks/doctor_runs.py` makes the runs. Those that train are recorded: `doctor_logs.json.xz` holds their logs, and
+the slow tests train them again.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import re
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import typer
+from typer.testing import CliRunner
+
+import firth
+from firth.cli.main import app
+from firth.core.console import quiet
+from firth.core.html import HtmlPage
+from firth.evaluate.pretraining_report import add_doctor_section
+from firth.lab.batch_rules import BATCH_RULES, BatchFacts, count_labels
+from firth.lab.doctor import ALL_RULES, REFERENCE_RULES, diagnose_run
+from firth.objectives import IGNORE_INDEX, MLM, Batch
+from firth.train import Recipe, pretrain, read_log
+from firth.train.findings import Evidence, Finding, Rule, examine, sort_findings
+from firth.train.live_doctor import LiveDoctor
+from firth.train.log_rules import LOG_RULES, LogFacts, References, Series
+from firth.train.timings import TIMINGS_FILE, sum_timings
+
+ROOT = Path(__file__).parents[2]
+
+
+def load_script() -> Any:
+    spec = importlib.util.spec_from_file_location("doctor_runs", ROOT / "benchmarks" / "doctor_runs.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = sys.modules["doctor_runs"] = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+RUNS = load_script()
+RECORDED: dict[str, Any] = RUNS.read_recorded()
+RECORDED_SICK = [name for name in RECORDED if name in RUNS.SICK]
+RECORDED_HEALTHY = [name for name in RECORDED if name.startswith("healthy-")]
+CASES = {**RUNS.SICK, **{f"healthy-{name}": case for name, case in RUNS.HEALTHY.items()}}
+UNTRAINED = [name for name, case in CASES.items() if not case.needs_training]
+BY_FACTS = {"padding-labels", "input-bound", "small-batch", "behind-forecast", "behind-trigram"}  # tested below
+
+
+@pytest.fixture(scope="module")
+def shop(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    return RUNS.Workshop(tmp_path_factory.mktemp("doctor"))
+
+
+def rules_of(findings: list[Finding]) -> set[str]:
+    return {finding.rule for finding in findings}
+
+
+def check_case(name: str, findings: list[Finding]) -> None:
+    found, case = rules_of(findings), CASES[name]
+    assert case.expected <= found, findings
+    assert found <= case.expected | case.allowed, findings
+
+
+# --- every rule -----------------------------------------------------------------------------------------------------
+
+
+def test_each_rule_has_a_sick_run() -> None:
+    ids = [rule.id for rule in ALL_RULES]
+    assert len(ids) == len(set(ids)) >= 18
+    expected = set().union(*(case.expected for case in RUNS.SICK.values()))
+    assert set(ids) == expected | BY_FACTS
+    assert not expected & BY_FACTS
+    assert len(RUNS.HEALTHY) >= 30
+
+
+@pytest.mark.parametrize("name", RECORDED_SICK)
+def test_recorded_sick_runs(name: str) -> None:
+    facts = RUNS.recorded_facts(RECORDED[name])
+    found, of_log = examine(LOG_RULES, facts), {rule.id for rule in LOG_RULES}
+    assert rules_of(found) >= CASES[name].expected & of_log
+    assert rules_of(found) <= CASES[name].expected | CASES[name].allowed
+
+
+@pytest.mark.parametrize("name", RECORDED_HEALTHY)
+def test_recorded_healthy_runs(name: str) -> None:
+    assert examine((*LOG_RULES, *REFERENCE_RULES), RUNS.recorded_facts(RECORDED[name])) == []
+
+
+def test_enough_runs_are_recorded() -> None:
+    trained = {name for name, case in RUNS.SICK.items() if case.needs_training and name != "failed-seeds"}
+    assert set(RECORDED_SICK) == trained
+    assert len(RECORDED_HEALTHY) >= 30
+
+
+@pytest.mark.parametrize("name", UNTRAINED)
+def test_sick_texts_and_labels(name: str, shop: Any) -> None:
+    check_case(name, diagnose_run(CASES[name].make(shop, name)).findings)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", [name for name, case in CASES.items() if case.needs_training])
+def test_trained_runs(name: str, shop: Any) -> None:
+    with quiet():
+        folder = CASES[name].make(shop, name)
+    check_case(name, diagnose_run(folder).findings)
+
+
+# --- rules on facts that no small run has ---------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def recipe(shop: Any) -> Recipe:
+    return shop.recipe("facts", preset="bert-tiny", objective=MLM())
+
+
+def facts_of(recipe: Recipe, loss: float = 3.0, steps: int = 2500, **fields: Any) -> LogFacts:
+    lines = [{"step": i, "loss": loss, "passes": i / 100} for i in range(1, steps + 1)]
+    return LogFacts(recipe, lines, **fields)
+
+
+def test_a_run_behind_a_trigram_model_and_behind_its_forecast(recipe: Recipe) -> None:
+    references = References(unigram=6.0, bigram=3.5, trigram=2.9, forecast=2.3)
+    found = examine(REFERENCE_RULES, facts_of(recipe, references=references))
+    assert [finding.rule for finding in found] == ["behind-forecast", "behind-trigram"]
+    assert found[1].evidence == {"loss": 3.0, "trigram model": 2.9, "bigram model": 3.5}
+    better = replace(references, trigram=3.1, forecast=2.9)
+    assert examine(REFERENCE_RULES, facts_of(recipe, references=better)) == []
+    assert examine(REFERENCE_RULES, facts_of(recipe, steps=500, references=replace(references, forecast=None))) == []
+
+
+def test_steps_that_wait_for_data(recipe: Recipe) -> None:
+    slow = {"seconds": 60.0, "data_wait": 30.0, "steps": 100, "tokens": 10_000, "device": "cpu"}
+    (finding,) = examine(LOG_RULES, facts_of(recipe, timings=slow))
+    assert (finding.rule, finding.evidence["share of the time"]) == ("input-bound", 0.5)
+    for healthy in ({"data_wait": 10.0}, {"seconds": 6.0, "data_wait": 3.0}):
+        assert examine(LOG_RULES, facts_of(recipe, timings=slow | healthy)) == []
+
+
+def test_a_batch_that_is_too_small_for_a_gpu(recipe: Recipe) -> None:
+    timings = {"seconds": 60.0, "data_wait": 0.0, "steps": 100, "tokens": 25_600, "device": "cuda"}
+    timings |= {"device_flops": 4e14, "memory_share": 0.02}
+    facts = facts_of(recipe, timings=timings, flops_per_token=6e8)
+    (finding,) = examine(LOG_RULES, facts)
+    assert finding.rule == "small-batch"
+    assert finding.evidence["use of the device"] == pytest.approx(6e8 * 25_600 / 60 / 4e14)
+    large = replace(recipe, per_device_train_batch_size=512)
+    for healthy in (
+        replace(facts, training=large),
+        replace(facts, timings=timings | {"memory_share": 0.9}),
+        replace(facts, timings=timings | {"device": "cpu"}),
+        replace(facts, flops_per_token=6e14),
+    ):
+        assert examine(LOG_RULES, healthy) == []
+
+
+def test_labels_on_padding(recipe: Recipe) -> None:
+    ids = np.array([[5, 6, 7, 0], [5, 6, 0, 0]])
+    documents = np.array([[0, 0, 0, -1], [0, 0, -1, -1]])
+    positions, labels = np.array([[1, 2], [1, 3]]), np.array([[6, 7], [6, 0]])
+    batch = Batch(ids, document_ids=documents, target_positions=positions, labels=labels)
+    counts = count_labels(batch)
+    assert counts == {
+        "num_tokens": 5,
+        "num_labels": 4,
+        "num_rows": 2,
+        "num_empty_rows": 0,
+        "num_padding_labels": 1,
+    }
+    assert "padding-labels" in rules_of(examine(BATCH_RULES, BatchFacts(recipe, **counts)))
+    sound = batch._replace(labels=np.array([[6, 7], [6, IGNORE_INDEX]]))
+    assert examine(BATCH_RULES, BatchFacts(recipe, **count_labels(sound))) == []
+    causal = Batch(ids, document_ids=documents, labels=np.where(documents < 0, 0, ids))
+    assert count_labels(causal)["num_padding_labels"] == 3
+    decoder = Batch(ids, labels=ids, decoder_input_ids=ids, decoder_document_ids=documents)
+    assert count_labels(decoder)["num_padding_labels"] == 3
+
+
+def test_a_broken_objective_is_found_in_a_run(shop: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    make = MLM.__call__
+
+    def broken(self: MLM, rows: Any, rng: Any, vocab: Any) -> Batch:
+        batch = make(self, rows, rng, vocab)
+        return batch._replace(document_ids=np.where(np.arange(batch.input_ids.shape[1]) < 8, batch.document_ids, -1))
+
+    monkeypatch.setattr(MLM, "__call__", broken)
+    folder = shop.untrained("broken", objective=MLM())
+    assert "padding-labels" in rules_of(diagnose_run(folder).findings)
+
+
+# --- the pieces -----------------------------------------------------------------------------------------------------
+
+
+def test_series() -> None:
+    series = Series(np.arange(1, 101), np.arange(100.0))
+    assert series.smooth().values[0] == pytest.approx(np.arange(5.0).mean())
+    assert series.smooth().steps[[0, -1]].tolist() == [5, 100]
+    assert series.tail(0.1).tolist() == list(range(90, 100))
+    rng = np.random.default_rng(0)
+    assert Series(np.arange(5000), rng.normal(2.0, 0.3, 5000)).noise == pytest.approx(0.3, rel=0.05)
+
+
+def test_findings_are_sorted_and_in_one_line() -> None:
+    rules = [
+        Rule(level, level, f"{level} title", "", lambda x: Evidence({"n": x}, "Why.")) for level in ("info", "error")
+    ]
+    found = sort_findings(examine(rules, 3))  # type: ignore[arg-type]
+    assert [finding.level for finding in found] == ["error", "info"]
+    assert found[0].line == "error title (n 3). Why."
+    assert examine([Rule("none", "info", "", "", lambda x: None)], 3) == []
+
+
+def test_commands_of_findings_exist() -> None:
+    """Each command that a recorded run is told to try has a known name, and options that this command has."""
+    known = typer.main.get_command(app).commands  # type: ignore[attr-defined]
+    found = [f for name in RECORDED_SICK for f in examine(LOG_RULES, RUNS.recorded_facts(RECORDED[name]))]
+    assert found
+    for finding in found:
+        _, name, *words = finding.command.split()
+        options = {option for parameter in known[name].params for option in parameter.opts}
+        assert {word for word in words if word.startswith("--")} <= options, finding.command
+
+
+# --- a run from beginning to end ------------------------------------------------------------------------------------
+
+
+def test_a_run_that_ends_above_the_unigram_entropy(
+    shop: Any, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    folder = CASES["above-unigrams"].make(shop, "above")
+    said = capsys.readouterr().err
+    assert said.count("the run ended with a loss above word frequencies (loss ") == 1
+    assert f"firth doctor {folder}" in " ".join(said.split())
+    log = read_log(folder / "log.jsonl")
+    assert all(line["targets"] > 0 for line in log if "loss" in line)
+    result = CliRunner().invoke(app, ["doctor", str(folder)])
+    assert result.exit_code == 1
+    assert re.search(r"above: loss \d\.\d\d \(ln V 6\.21, unigrams 5\.\d\d, bigrams ", result.stdout)
+    assert (
+        "error: the run ended with a loss above word frequencies [above-unigrams]\n  evidence  loss " in result.stdout
+    )
+    assert "\n  try       firth pretrain gpt2-tiny --data " in result.stdout
+    found = json.loads(CliRunner().invoke(app, ["doctor", str(folder), "--json"]).stdout)
+    assert [finding["rule"] for finding in found["findings"]] == ["above-unigrams"]
+    assert found == firth.doctor(folder)
+    (tmp_path / "moved").mkdir()
+    for name in ("recipe.yaml", "log.jsonl"):
+        (tmp_path / "moved" / name).write_bytes((folder / name).read_bytes())
+    recipe = (tmp_path / "moved" / "recipe.yaml").read_text().replace(str(shop.folder), str(tmp_path))
+    (tmp_path / "moved" / "recipe.yaml").write_text(recipe)
+    moved = CliRunner().invoke(app, ["doctor", str(tmp_path / "moved")])
+    assert "not examined: the text and its labels: " in moved.stdout
+
+
+def test_other_folders_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(firth.UserError, match=r"has no recipe\.yaml"):
+        firth.doctor(tmp_path)
+    (tmp_path / "recipe.yaml").write_text("vector_size: 16\n")
+    with pytest.raises(firth.UserError, match="word vectors"):
+        firth.doctor(tmp_path)
+    with pytest.raises(firth.UserError, match="Name its run"):
+        firth.doctor(tmp_path / "final")
+
+
+def test_live_findings_are_said_once(recipe: Recipe, capsys: pytest.CaptureFixture[str]) -> None:
+    live = LiveDoctor(replace(recipe, max_steps=400), References(unigram=5.0), "run")
+    for step in range(1, 401):
+        live.observe({"step": step, "loss": 5.05 + 0.01 * (step % 3)})
+    live.judge(is_finished=True)
+    said = capsys.readouterr().err
+    assert said.count("the loss is stuck at word frequencies") == 1
+    assert list(live.reported) == ["plateau"]
+
+
+def test_live_lines_are_bounded(recipe: Recipe) -> None:
+    live = LiveDoctor(replace(recipe, max_steps=10**6), References(), "run")
+    for step in range(1, 45_001):
+        live.lines.append({"step": step})
+        if len(live.lines) == 20_000:
+            live.observe({"step": step})
+    assert len(live.lines) <= 20_000
+
+
+def test_timings(shop: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from firth.train import timings
+
+    monkeypatch.setattr(timings, "LINE_SECONDS", 0.0)
+    recipe = shop.recipe("timed", preset="gpt2-tiny", max_steps=8)
+    pretrain(recipe)
+    lines = read_log(Path(recipe.output_dir) / TIMINGS_FILE)
+    assert [line["step"] for line in lines] == [4, 5, 6, 7, 8]
+    total = sum_timings(lines)
+    assert total["steps"] == 5
+    assert total["device"] == "cpu"
+    assert 0 <= total["data_wait"] < total["seconds"]
+    weights = [line for line in read_log(Path(recipe.output_dir) / "log.jsonl") if "weight_rms" in line]
+    assert [line["step"] for line in weights] == [8]
+
+
+@pytest.mark.slow
+def test_a_slow_dataloader_is_found(shop: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    import time
+
+    from firth.train import pretrain as module
+
+    make = module.make_pretrain_batch_fn
+
+    def slow(*arguments: Any, **options: Any) -> Any:
+        batches = make(*arguments, **options)
+
+        def get(step: int) -> Any:
+            time.sleep(0.25)
+            return batches(step)
+
+        return get
+
+    monkeypatch.setattr(module, "make_pretrain_batch_fn", slow)
+    folder = shop.train("slow-data", preset="gpt2-tiny", max_steps=60)
+    assert "input-bound" in rules_of(diagnose_run(folder).findings)
+
+
+def test_the_section_of_the_report() -> None:
+    page = HtmlPage("run", "pretraining.css.j2", "pretrain")
+    finding = Finding("loss-spikes", "warning", "the loss has spikes", {"text": "<script>x</script>"}, "<b>", "firth x")
+    add_doctor_section(page, [finding])
+    html = page.to_html()
+    assert '<section class="finding warning">' in html
+    assert "&lt;script&gt;x&lt;/script&gt;" in html
+    assert "<script>x" not in html
+    assert "<b>" not in html
+    healthy = HtmlPage("run", "pretraining.css.j2", "pretrain")
+    add_doctor_section(healthy, [])
+    assert "found nothing wrong" in healthy.to_html()
+
+
+def test_the_docs_list_all_rules() -> None:
+    text = (ROOT / "docs" / "doctor.md").read_text(encoding="utf-8")
+    listed = re.findall(r"^\| `([a-z-]+)` \| (error|warning|info) \|", text, re.MULTILINE)
+    assert sorted(listed) == sorted((rule.id, rule.level) for rule in ALL_RULES)
