@@ -141,27 +141,27 @@ def text_with_noise(count: int = 800) -> list[str]:
     return plain_text(count) + noise
 
 
-def repeated_lines(count: int = 400) -> list[str]:
+def repeated_lines(count: int = 200) -> list[str]:
     """Return documents of which every second sentence is one of eight."""
     language, rng = Language(), random.Random(0)
     stock = [language.sentence(rng, 0) for _ in range(8)]
     return [" ".join(rng.choice(stock) if i % 2 else language.sentence(rng, 1) for i in range(8)) for _ in range(count)]
 
 
-def templates(count: int = 1500) -> list[str]:
+def templates(count: int = 400) -> list[str]:
     rng, names = random.Random(0), make_words(200, 5)
     form = "The order of {} was sent to {} on the {} of {} and it is paid by {}."
     return [" ".join(form.format(*rng.choices(names, k=5)) for _ in range(3)) for _ in range(count)]
 
 
-def with_special_tokens(count: int = 600) -> list[str]:
+def with_special_tokens(count: int = 200) -> list[str]:
     return [document.replace(". ", ". [SEP] ", 2) for document in plain_text(count)]
 
 
-def other_held_out(count: int = 900) -> list[str]:
+def other_held_out(count: int = 300) -> list[str]:
     """Return documents of one language to train on, and of another one where `prepare` holds them out."""
     train = [d for d in plain_text(count) if not is_held_out(d, 0.1)]
-    others = [d for d in Language(seed=9).documents(6 * count) if is_held_out(d, 0.1)]
+    others = [d for d in Language(seed=9).documents(4 * count) if is_held_out(d, 0.1)]
     return train + others
 
 
@@ -344,8 +344,8 @@ def dialogues(count: int = 200, roles: Sequence[str] = ("user", "assistant")) ->
 MLM, NSP = OBJECTIVES["mlm"], OBJECTIVES["nsp"]
 PAIR_ROWS = {"max_seq_length": 48, "per_device_train_batch_size": 16, "max_steps": 2000}
 STUCK = "plateau above-unigrams"
-cyrillic = partial(Language(alphabet=CYRILLIC).documents, 400)
-small_text = partial(plain_text, 40)
+cyrillic = partial(Language(alphabet=CYRILLIC).documents, 200)
+small_text, some_text = partial(plain_text, 40), partial(plain_text, 200)
 
 SICK: dict[str, Case] = {
     "plateau": trained("plateau", preset="gpt2-tiny", text=random_words, kind="word"),
@@ -396,19 +396,22 @@ SICK: dict[str, Case] = {
     "domain-shift": untrained("domain-shift", text=other_held_out),
     "duplicated-lines": untrained("duplicated-lines", text=repeated_lines),
     "templated-lines": untrained("templated-lines", text=templates),
-    "unknown-tokens": untrained("unknown-tokens", "untrained-embeddings", text=cyrillic, tokenizer_text=plain_text),
+    "unknown-tokens": untrained("unknown-tokens", "untrained-embeddings", text=cyrillic, tokenizer_text=some_text),
     "short-pieces": untrained(
-        "short-pieces", "untrained-embeddings", preset="gpt2-tiny", text=cyrillic, tokenizer_text=plain_text
+        "short-pieces", "untrained-embeddings", preset="gpt2-tiny", text=cyrillic, tokenizer_text=some_text
     ),
     "special-in-text": untrained("special-in-text", text=with_special_tokens),
     "untrained-embeddings": untrained(
         "untrained-embeddings",
         preset="gpt2-tiny",
-        tokenizer_text=lambda: plain_text() + Language(seed=7).documents(2000),
+        text=some_text,
+        tokenizer_text=lambda: some_text() + Language(seed=7, num_words=600).documents(400),
         vocab_size=1500,
     ),
-    "few-labels": untrained("few-labels", "mask-rate", objective=replace(MLM, rate=0.01)),
-    "all-labels": untrained("all-labels", objective=replace(MLM, rate=0.9)),
+    "few-labels": untrained(
+        "few-labels", "mask-rate", text=some_text, objective=replace(MLM, rate=0.01), max_seq_length=128
+    ),
+    "all-labels": untrained("all-labels", text=some_text, objective=replace(MLM, rate=0.9)),
     "empty-assistant-mask": finetuned("empty-assistant-mask", dialogues, "lm", chat_template=NO_ANSWERS),
     "full-assistant-mask": finetuned("full-assistant-mask", partial(dialogues, roles=("assistant",)), "lm"),
     "one-label": finetuned("one-label", one_label, "classify"),

@@ -184,7 +184,7 @@ def repeat_command(training: TrainingConfig, run: str, *options: str, command: s
 
 
 def model_name(recipe: Recipe) -> str:
-    """Return the model argument of a command: a checkpoint, or a preset of the family, which the recipe then resizes."""
+    """Return the model argument of a command: a checkpoint, or a preset of the family that the recipe resizes."""
     if recipe.checkpoint:
         return shlex.quote(recipe.checkpoint)
     same = (name for name, preset in PRESETS.items() if preset.family == recipe.model.family)
@@ -287,7 +287,8 @@ def check_rate_low(facts: LogFacts) -> Evidence | None:
     last, middle = float(smoothed.values[-1]), float(smoothed.values[len(smoothed) // 2])
     total = float(smoothed.values[0]) - last
     late = middle - last
-    is_slow = last > entropy + SAME_NATS and late > 0.15 * total
+    far = SAME_NATS if ratio is not None else 2 * PLATEAU_NATS  # stricter where no recommended rate is known
+    is_slow = last > entropy + far and late > max(SAME_NATS, 0.15 * total)
     if not (is_slow or (ratio is not None and ratio < 1 / RATE_FACTOR**2 and facts.is_above_unigrams)):
         return None
     numbers = {"loss": last, "unigram entropy": entropy, "fall in the second half": late, "rate": rate}
