@@ -22,6 +22,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from firth.core.console import format_count
+from firth.models.config import AWDLSTMConfig
 from firth.models.presets import PRESETS
 from firth.train.findings import Evidence, Rule
 from firth.train.log import token_loss_name
@@ -63,7 +64,7 @@ class Series(NamedTuple):
     steps: np.ndarray
     values: np.ndarray
 
-    def __len__(self) -> int:  # type: ignore[override]
+    def __len__(self) -> int:
         return len(self.values)
 
     def smooth(self) -> Series:
@@ -361,7 +362,9 @@ def find_spikes(facts: LogFacts) -> list[tuple[int, float, float]]:
 
 def check_spikes(facts: LogFacts) -> Evidence | None:
     spikes = find_spikes(facts)
-    if not spikes:
+    # AWD-LSTM's embedding dropout hides a word for a whole step: without a frequent one the loss jumps.
+    hides_words = isinstance(facts.training, Recipe) and isinstance(facts.training.model.recurrent, AWDLSTMConfig)
+    if not spikes or hides_words:
         return None
     step, loss, median = max(spikes, key=lambda spike: spike[1] - spike[2])
     option = "--spike-factor 2" if not facts.training.spike_factor else format_rate(facts.training.learning_rate / 2)
