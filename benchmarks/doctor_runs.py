@@ -52,6 +52,8 @@ NO_ANSWERS = (
     "{% for m in messages %}{{ '<' + m['role'] + '>' }}{% if m['role'] == 'user' %}{{ m['content'] }}{% endif %}"
     "{% endfor %}{% if add_generation_prompt %}<assistant>{% endif %}"
 )
+# A chat template whose generation marks enclose every message.
+ALL_ANSWERS = "{% for m in messages %}{% generation %}{{ m['content'] + eos_token }}{% endgeneration %}{% endfor %}"
 
 
 # --- texts ----------------------------------------------------------------------------------------------------------
@@ -331,13 +333,12 @@ def one_label(count: int = 400) -> list[dict[str, Any]]:
     return [row | {"label": "rare" if i % 100 < 2 else "usual"} for i, row in enumerate(topic_labels(count))]
 
 
-def dialogues(count: int = 200, roles: Sequence[str] = ("user", "assistant")) -> list[dict[str, Any]]:
+def dialogues(count: int = 200) -> list[dict[str, Any]]:
     """Return dialogues of two messages."""
     language, rng = Language(), random.Random(0)
     found = []
     for _ in range(count):
-        texts = [language.sentence(rng, 0) for _ in roles]
-        found.append({"messages": [{"role": r, "content": t} for r, t in zip(roles, texts, strict=True)]})
+        found.append({"messages": [{"role": r, "content": language.sentence(rng, 0)} for r in ("user", "assistant")]})
     return found
 
 
@@ -413,7 +414,7 @@ SICK: dict[str, Case] = {
     ),
     "all-labels": untrained("all-labels", text=some_text, objective=replace(MLM, rate=0.9)),
     "empty-assistant-mask": finetuned("empty-assistant-mask", dialogues, "lm", chat_template=NO_ANSWERS),
-    "full-assistant-mask": finetuned("full-assistant-mask", partial(dialogues, roles=("assistant",)), "lm"),
+    "full-assistant-mask": finetuned("full-assistant-mask", dialogues, "lm", chat_template=ALL_ANSWERS),
     "one-label": finetuned("one-label", one_label, "classify"),
     "failed-seeds": finetuned("failed-seeds", partial(topic_labels, noise=True), "classify", is_trained=True),
 }

@@ -147,7 +147,7 @@ def check_full_answers(facts: BatchFacts) -> Evidence | None:
         return None
     return Evidence(
         {"dialogues without a prompt": dialogues["full"], "dialogues": dialogues["count"]},
-        "The assistant mask is full: prompts are learned too. The messages have no user, or roles are swapped.",
+        "The assistant mask is full: prompts are learned too. The generation marks of the chat template enclose them.",
         facts.command("--task lm"),
     )
 

@@ -30,7 +30,8 @@ from firth.objectives.registry import describe_objective
 from firth.recipes.pretraining import default_learning_rate, scale_rate_to_batch
 from firth.static.ngram import boundary_tokens, count_ngrams, predictable_tokens
 from firth.tasks.failure import find_constant_label
-from firth.tasks.finetune import make_run_task, read_finetune_data
+from firth.tasks.finetune import make_run_task
+from firth.tasks.finetune_data import read_finetune_data
 from firth.tasks.lm import LanguageModelingTask, is_plain_text
 from firth.tasks.recipe import FinetuneRecipe
 from firth.text import Example
