@@ -25,7 +25,7 @@ from firth.core.console import quiet
 from firth.core.html import HtmlPage
 from firth.evaluate.pretraining_report import add_doctor_section
 from firth.lab.batch_rules import BATCH_RULES, BatchFacts, count_labels
-from firth.lab.doctor import ALL_RULES, REFERENCE_RULES, diagnose_run
+from firth.lab.doctor import ALL_RULES, REFERENCE_RULES, diagnose_run, try_diagnosis
 from firth.objectives import IGNORE_INDEX, MLM, Batch
 from firth.train import Recipe, pretrain, read_log
 from firth.train.findings import Evidence, Finding, Rule, examine, sort_findings
@@ -267,6 +267,12 @@ def test_other_folders_are_refused(tmp_path: Path) -> None:
         firth.doctor(tmp_path)
     with pytest.raises(firth.UserError, match="Name its run"):
         firth.doctor(tmp_path / "final")
+
+
+def test_a_failed_diagnosis_is_a_warning(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "recipe.yaml").write_text("model: 3\nobjective: 4\n")
+    assert try_diagnosis(tmp_path) is None
+    assert "the doctor could not examine the run (UserError" in capsys.readouterr().err
 
 
 def test_live_findings_are_said_once(recipe: Recipe, capsys: pytest.CaptureFixture[str]) -> None:

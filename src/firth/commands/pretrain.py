@@ -75,7 +75,7 @@ def pretrain(
         model, data, output_dir, tokenizer, objective, data_options, config, overrides, options, saved
     )
     from firth.evaluate.pretraining_report import write_interrupted_report, write_pretraining_report_and_card
-    from firth.lab.doctor import diagnose_run
+    from firth.lab.doctor import try_diagnosis
     from firth.train import pretrain_in_folder
     from firth.train.folder import check_run_folder, shared_run_folder
     from firth.train.launch import init_distributed
@@ -103,12 +103,12 @@ def pretrain(
                 # SIGTERM, which torchrun sends too, wants the process to end at once.
                 if dist.world_size == 1 and e.code == Interrupted.code:
                     with report_errors():
-                        write_interrupted_report(folder, clock.elapsed_seconds, diagnose_run(folder).findings)
+                        write_interrupted_report(folder, clock.elapsed_seconds, try_diagnosis(folder))
                 raise
             report: dict[str, str] = {}
             if dist.is_main_process:
                 with report_errors():
-                    report = write_pretraining_report_and_card(folder, results, diagnose_run(folder).findings)
+                    report = write_pretraining_report_and_card(folder, results, try_diagnosis(folder))
             return {**results, **report}
 
 

@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 
-from firth.core.console import quiet
+from firth.core.console import quiet, warn
 from firth.core.errors import UserError
 from firth.core.files import read_object
 from firth.lab.batch_rules import BATCH_RULES, MAX_UNLABELLED_TOKENS, BatchFacts, count_labels
@@ -101,6 +101,15 @@ def diagnose_run(folder: str | Path) -> Diagnosis:
         if "task" in plain or "tasks" in plain:
             return diagnose_finetuning(folder, load_recipe(recipe_file, FinetuneRecipe))
     raise UserError(f"{folder} holds word vectors or n-grams: the doctor knows language models and fine-tunings.")
+
+
+def try_diagnosis(folder: Path) -> list[Finding] | None:
+    """Return the findings for a report; None, with a warning, where a run cannot be examined."""
+    try:
+        return diagnose_run(folder).findings
+    except Exception as e:
+        warn(f"the doctor could not examine the run ({type(e).__name__}: {e}). The run itself is not affected.")
+        return None
 
 
 # --- pretraining ----------------------------------------------------------------------------------------------------

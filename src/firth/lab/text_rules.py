@@ -26,7 +26,7 @@ from firth.tokens.shards import Shards
 from firth.tokens.token_bytes import token_bytes
 from firth.train.findings import Evidence, Rule
 
-MAX_COUNTED_TOKENS = 50_000_000  # of a part, from its beginning, whose frequencies are counted
+MAX_COUNTED_TOKENS = 10_000_000  # of a part, from its beginning, whose frequencies are counted
 MAX_SEARCHED_TOKENS = 1_000_000  # in which repeated lines and special tokens are searched
 SMOOTHING = 0.5  # added to each count before two distributions are compared
 NUM_RANDOM_PARTS = 4  # random parts of the training text that the held-out part is compared with
@@ -81,7 +81,7 @@ def collect_text_facts(
     """Count the tokens of shards."""
     size = tokenizer.vocab.size
     tokens = np.asarray(train.tokens[:MAX_SEARCHED_TOKENS])
-    bounds = train.sentence_bounds()
+    bounds = first_line_bounds(train, len(tokens))
     held_out_counts = None if held_out is None else count_tokens(held_out.tokens, size)
     counts = count_tokens(train.tokens, size)
     return TextFacts(
@@ -89,7 +89,7 @@ def collect_text_facts(
         counts,
         held_out_counts,
         random_divergence(train, counts, 0 if held_out is None else held_out.num_tokens),
-        find_repeated_lines(tokens, bounds[bounds <= len(tokens)], counts, tokenizer.vocab.unk),
+        find_repeated_lines(tokens, bounds, counts, tokenizer.vocab.unk),
         count_special_lookalikes(tokenizer, tokens),
         is_pretrained,
         data,
@@ -107,6 +107,14 @@ def collect_example_facts(tokenizer: Tokenizer, train: Iterable[str], dev: Itera
     return TextFacts(
         tokenizer, counts[0], counts[1], random, repeated, count_special_lookalikes(tokenizer, ids[0]), True, data
     )
+
+
+def first_line_bounds(shards: Shards, num_tokens: int) -> np.ndarray:
+    """Return where sentences and documents begin and end in the first tokens; large shards are not read further."""
+    has_sentences = shards.has_bit("sentence_end")
+    ends = 1 + np.flatnonzero(shards.sentence_ends(0, num_tokens)) if has_sentences else np.zeros(0, np.int64)
+    last = int(np.searchsorted(shards.offsets, num_tokens, side="right"))
+    return np.union1d(ends, shards.offsets[:last])
 
 
 # --- measures -------------------------------------------------------------------------------------------------------
@@ -128,8 +136,9 @@ def random_divergence(shards: Shards, counts_V: np.ndarray, num_tokens: int) -> 
     """Return the mean divergence of random documents, as many tokens as the held-out part, from all documents."""
     if num_tokens < MIN_COMPARED_TOKENS:
         return 0.0
-    tokens, offsets = shards.tokens, shards.offsets
-    order, found = np.random.default_rng(0).permutation(shards.num_documents), []
+    last = max(int(np.searchsorted(shards.offsets, MAX_COUNTED_TOKENS, side="right")) - 1, 1)
+    tokens, offsets = shards.tokens, np.asarray(shards.offsets[: last + 1])
+    order, found = np.random.default_rng(0).permutation(last), []
     for part in np.array_split(order, NUM_RANDOM_PARTS):
         ends = np.cumsum(np.diff(offsets)[part])
         chosen = part[: int(np.searchsorted(ends, min(num_tokens, MAX_COUNTED_TOKENS))) + 1]
