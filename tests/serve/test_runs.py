@@ -81,24 +81,24 @@ def test_a_resumed_run_is_read_again(tmp_path: Path) -> None:
 def test_states_and_speed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = make_run(tmp_path / "run", steps=2)
     watched = RunsFolder(tmp_path)
-    assert watched.summaries()[0].state == "stopped"
+    assert watched.list_summaries()[0].state == "stopped"
     with (folder / ".lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         now = [100.0]
         monkeypatch.setattr(runs.time, "monotonic", lambda: now[0])
         watched = RunsFolder(tmp_path)
-        watched.summaries()
+        watched.list_summaries()
         now[0] += 4.0
         with (folder / "log.jsonl").open("a") as log:
             log.write(json.dumps({"step": 6, "loss": 1.0, "tokens": 600}) + "\n")
-        summary = watched.summaries()[0]
+        summary = watched.list_summaries()[0]
         assert summary.state == "running"
         assert summary.tokens_per_second == pytest.approx(100.0)
         assert summary.seconds_left == pytest.approx(4.0)  # 4 of 10 steps, one a second
         assert summary.memory_bytes
         assert summary.memory_bytes > 10**6
     write_json(folder / "results.json", {})
-    assert watched.summaries()[0].state == "finished"
+    assert watched.list_summaries()[0].state == "finished"
 
 
 def test_a_long_log_is_thinned(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -5,13 +5,14 @@ from __future__ import annotations
 from typing import Annotated, Any
 
 from fastapi import FastAPI, Query
+from fastapi.responses import JSONResponse
 
 from firth.core.errors import UserError
 from firth.serve import play_schemas as schemas
 from firth.serve.errors import ApiError
 from firth.serve.model_server import ModelServer
 from firth.serve.run_samples import sample_checkpoints
-from firth.serve.runs import COLUMNS, RunsFolder, WatchedRun, lock_holders, run_references
+from firth.serve.runs import COLUMNS, RunsFolder, WatchedRun, run_references
 
 
 def add_run_routes(app: FastAPI, server: ModelServer, folder: RunsFolder) -> None:
@@ -26,8 +27,8 @@ def add_run_routes(app: FastAPI, server: ModelServer, folder: RunsFolder) -> Non
     @app.get("/runs", tags=tags, response_model=schemas.RunsAnswer)
     async def list_runs() -> Any:
         """List the training runs below the folder of --runs."""
-        found = await server.read(folder.summaries)
-        return {"runs": [run._asdict() for run in found]}
+        found = await server.read(folder.list_summaries)
+        return JSONResponse({"runs": [run._asdict() for run in found]})
 
     @app.get("/runs/log", tags=tags, response_model=schemas.RunLogAnswer)
     async def read_run_log(
@@ -44,11 +45,11 @@ def add_run_routes(app: FastAPI, server: ModelServer, folder: RunsFolder) -> Non
                 "next_row": part.next_row,
                 "columns": list(COLUMNS),
                 "rows": part.rows,
-                "run": run.summarize(lock_holders())._asdict(),
+                "run": folder.summaries[name]._asdict(),
                 "references": run.references(run_references),
             }
 
-        return await server.read(read)
+        return JSONResponse(await server.read(read))  # many rows, and many who watch: not checked against the type
 
     @app.post("/runs/samples", tags=tags, response_model=schemas.SamplesAnswer)
     async def sample_run(body: schemas.SamplesRequest) -> Any:

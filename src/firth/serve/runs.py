@@ -112,7 +112,7 @@ class WatchedRun:
 
     def add_line(self, text: bytes) -> None:
         try:
-            line = json.loads(text.decode())
+            line = json.loads(text.decode(), parse_constant=lambda _: None)  # NaN is no JSON
         except (ValueError, RecursionError):
             return
         if not is_log_line(line):
@@ -186,6 +186,7 @@ class RunsFolder:
             raise UserError(f"--runs {folder}: there is no such folder.")
         self.lock = threading.Lock()
         self.runs: dict[str, WatchedRun] = {}
+        self.summaries: dict[str, RunSummary] = {}  # the run that changed last first
         self.scanned = -SCAN_SECONDS
 
     def scan(self) -> dict[str, WatchedRun]:
@@ -197,13 +198,16 @@ class RunsFolder:
                 self.scanned = time.monotonic()
                 for run in self.runs.values():
                     run.update()
+                processes = lock_holders()
+                summaries = [run.summarize(processes) for run in self.runs.values()]
+                summaries.sort(key=lambda run: (run.state != "running", run.seconds_since_change))
+                self.summaries = {summary.name: summary for summary in summaries}
             return self.runs
 
-    def summaries(self) -> list[RunSummary]:
-        """Return all runs, the one that changed last first."""
-        processes = lock_holders()
-        found = [run.summarize(processes) for run in self.scan().values()]
-        return sorted(found, key=lambda run: (run.state != "running", run.seconds_since_change))
+    def list_summaries(self) -> list[RunSummary]:
+        """Return where all runs stand; everybody who asks within a scan gets the same."""
+        self.scan()
+        return [*self.summaries.values()]
 
     def find(self, name: str) -> WatchedRun:
         runs = self.scan()
