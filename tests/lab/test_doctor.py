@@ -275,6 +275,16 @@ def test_a_failed_diagnosis_is_a_warning(tmp_path: Path, capsys: pytest.CaptureF
     assert "the doctor could not examine the run (UserError" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("name", ["loss", "nsp_accuracy", "rtd_loss", "weight_rms"])
+def test_logs_with_few_lines_are_examined(name: str, recipe: Recipe) -> None:
+    """A log whose first steps were all skipped, or that has a field in one line alone, makes no rule fail."""
+    skipped = [{"step": i, "tokens": i, "skipped": "the gradient is inf"} for i in range(1, 30)]
+    late = [{"step": i, "tokens": i, "loss": 3.0, name: 3.0} for i in range(30, 42)]
+    training = replace(recipe, max_steps=41, warmup_steps=0, fp16=True)
+    for lines in (skipped, late[:1], late, skipped + late):
+        assert examine(LOG_RULES, LogFacts(training, lines, References(unigram=6.0))) == []
+
+
 def test_live_findings_are_said_once(recipe: Recipe, capsys: pytest.CaptureFixture[str]) -> None:
     live = LiveDoctor(replace(recipe, max_steps=400), References(unigram=5.0), "run")
     for step in range(1, 401):

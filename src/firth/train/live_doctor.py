@@ -39,7 +39,12 @@ class LiveDoctor:
         """Report findings that have not been reported yet."""
         self.num_unjudged = 0
         facts = LogFacts(self.training, self.lines, self.references, is_finished, timings=self.timings, run=self.run)
-        for finding in examine(LOG_RULES, facts):
+        try:
+            findings = examine(LOG_RULES, facts)
+        except Exception as e:  # a wrong rule must not end a training
+            warn(f"the doctor could not judge the log so far ({type(e).__name__}: {e}). Training continues.")
+            return
+        for finding in findings:
             if finding.rule not in self.reported:
                 self.reported[finding.rule] = finding
                 warn(f"{finding.line} See `firth doctor {self.run}`.")

@@ -308,6 +308,8 @@ def check_warmup(facts: LogFacts) -> Evidence | None:
     if len(loss) < 10 or facts.training.warmup_steps >= max(SHORT_WARMUP_SHARE * steps, 10):
         return None
     early = loss.values[loss.steps <= max(EARLY_SHARE * steps, 20)]
+    if not len(early):  # all early steps were skipped
+        return None
     rises = early - np.minimum.accumulate(early)
     top = int(rises.argmax())
     if rises[top] < max(WARMUP_BUMP_NATS, NOISE_FACTOR * loss.noise) or check_rate_high(facts):
@@ -423,7 +425,7 @@ def check_pair_head(facts: LogFacts) -> Evidence | None:
     accuracy, pairs = facts.series(f"{name}_accuracy"), facts.last_step * facts.training.global_batch_size
     tail = accuracy.tail(1 / 3)
     noise = 3 * math.sqrt(0.25 / max(len(tail) * facts.training.global_batch_size, 1))
-    if pairs < MIN_PAIRS or tail.mean() > 0.5 + max(DEAD_ACCURACY, noise):
+    if pairs < MIN_PAIRS or not len(tail) or tail.mean() > 0.5 + max(DEAD_ACCURACY, noise):
         return None
     return Evidence(
         {"accuracy": float(tail.mean()), "chance": 0.5, "pairs": pairs},
@@ -434,7 +436,7 @@ def check_pair_head(facts: LogFacts) -> Evidence | None:
 
 def check_dead_detection(facts: LogFacts) -> Evidence | None:
     loss, replaced, tokens = facts.series("rtd_loss"), facts.series("rtd_replaced"), facts.series("tokens")
-    if not len(loss) or tokens.values[-1] < MIN_DETECTED_TOKENS:
+    if not len(loss) or not len(tokens) or tokens.values[-1] < MIN_DETECTED_TOKENS:
         return None
     share, last = float(replaced.tail(1 / 4).mean()), float(loss.tail(1 / 4).mean())
     if not 0 < share < 1:
@@ -469,7 +471,7 @@ def check_strong_generator(facts: LogFacts) -> Evidence | None:
 
 def check_growing_weights(facts: LogFacts) -> Evidence | None:
     rms, rates = facts.series("weight_rms"), facts.series("learning_rate")
-    if len(rms) < 6:
+    if len(rms) < 6 or not len(rates):
         return None
     first, last = float(rms.values[0]), float(rms.values[-1])
     decay = facts.training.weight_decay * float(rates.values.mean()) * facts.last_step
