@@ -6,6 +6,7 @@ the slow tests train them again.
 
 from __future__ import annotations
 
+import importlib
 import importlib.util
 import json
 import re
@@ -324,8 +325,7 @@ def test_timings(shop: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
 def test_a_slow_dataloader_is_found(shop: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     import time
 
-    from firth.train import pretrain as module
-
+    module = importlib.import_module("firth.train.pretrain")
     make = module.make_pretrain_batch_fn
 
     def slow(*arguments: Any, **options: Any) -> Any:
