@@ -303,7 +303,7 @@ def test_a_card_lists_what_is_not_as_usual() -> None:
     tiny, teach = bert(1, 8, 1, 9), Distillation(soft=1.0)
     learned = Recipe(model=tiny, objective=MLM(rate=0.3), optim="muon", distillation=teach)
     assert non_default_fields(to_dict(learned)) == {"optim": "muon", "objective.rate": 0.3, "distillation.soft": 1.0}
-    table = training_section(to_dict(learned), {})
+    table = training_section(to_dict(learned), {}, {})
     assert "| objective | MLM |" in table
     assert "| objective.rate | 0.3 |" in table
     for objective in OBJECTIVES.values():
