@@ -140,6 +140,14 @@ def test_later_words_win(tmp_path: Path) -> None:
     assert found == {"seed": 3, "max_steps": 2, "learning_rate": 1.0, "model.dim": 64, "output_dir": "here"}
 
 
+def test_a_run_length_that_is_given_replaces_that_of_the_file(tmp_path: Path) -> None:
+    file = tmp_path / "c.yaml"
+    file.write_text("max_steps: 300\nminutes: 0.7\nnum_train_epochs: 3.0\n")
+    assert merge_recipe_changes(file, {"num_train_epochs": 4.0}, {}, {}) == {"num_train_epochs": 4.0}
+    assert merge_recipe_changes(file, {}, {"max_steps": 9}, {}) == {"max_steps": 9, "num_train_epochs": 3.0}
+    assert merge_recipe_changes(file, {"minutes": 2.0}, {}, {})["minutes"] == 2.0
+
+
 def test_zero_minutes_are_refused_unless_saved(tmp_path: Path) -> None:
     for options, overrides in (({"minutes": 0}, {}), ({}, {"minutes": 0})):
         with pytest.raises(UserError, match=r"minutes is 0, and must be more than 0. Leave it out"):

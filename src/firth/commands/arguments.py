@@ -61,7 +61,10 @@ def merge_recipe_changes(
     overrides: Mapping[str, Any] | None,
     fixed_fields: Mapping[str, Any],
 ) -> dict[str, Any]:
-    """Merge a YAML file, options and KEY=VALUE, the later ones on top; the command itself sets `fixed_fields`."""
+    """Merge a YAML file, options and KEY=VALUE, the later ones on top; the command itself sets `fixed_fields`.
+
+    A run length that is given replaces that of the file: minutes would win over epochs, and steps over both.
+    """
     if wrong := [name for name in overrides or {} if name in fixed_fields]:
         raise UserError(
             f"{wrong[0]}={(overrides or {})[wrong[0]]}: set this with its own option or argument (see --help)."
@@ -70,6 +73,10 @@ def merge_recipe_changes(
     given = {name: value for name, value in options.items() if value is not None} | dict(overrides or {})
     if given.get("minutes") == 0:  # a saved recipe has it, for no limit
         raise UserError("minutes is 0, and must be more than 0. Leave it out for a run without a time limit.")
+    if given.keys() & {"max_steps", "num_train_epochs"}:
+        changes.pop("minutes", None)
+    if "num_train_epochs" in given:
+        changes.pop("max_steps", None)
     merged = {**changes, **given, **fixed_fields}
     if merged.get("per_device_train_batch_size") == "auto":
         merged["per_device_train_batch_size"] = 0

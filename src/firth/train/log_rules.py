@@ -411,7 +411,7 @@ def check_repeated_data(facts: LogFacts) -> Evidence | None:
             "held-out loss": facts.last_loss,
         },
         "The text was read so often that the training loss measures memory: take more text, or a smaller model.",
-        facts.command("--num-train-epochs 4 --max-steps 0"),
+        facts.command("--num-train-epochs 4"),
     )
 
 
