@@ -162,6 +162,16 @@ def test_a_batch_that_is_too_small_for_a_gpu(recipe: Recipe) -> None:
         assert examine(LOG_RULES, healthy) == []
 
 
+@pytest.mark.parametrize(("held_out", "found"), [([6.5, 6.3, 6.2, 6.1], False), ([6.5, 6.2, 6.1, 6.09], True)])
+def test_repeated_text_is_no_fault_while_the_held_out_loss_falls(
+    recipe: Recipe, held_out: list[float], found: bool
+) -> None:
+    lines: list[dict[str, float]] = [{"step": i, "loss": 6.0 - i / 100, "passes": i / 10} for i in range(1, 121)]
+    lines += [{"step": 30 * (i + 1), "eval_loss": loss} for i, loss in enumerate(held_out)]
+    names = {finding.rule for finding in examine(LOG_RULES, LogFacts(recipe, lines))}
+    assert ("repeated-data" in names) == found
+
+
 def test_labels_on_padding(recipe: Recipe) -> None:
     ids = np.array([[5, 6, 7, 0], [5, 6, 0, 0]])
     documents = np.array([[0, 0, 0, -1], [0, 0, -1, -1]])

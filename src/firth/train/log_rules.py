@@ -404,6 +404,9 @@ def check_repeated_data(facts: LogFacts) -> Evidence | None:
     gap = float(held_out.values[-1] - train.values[-1])
     if passes.values[-1] < REPEATED_PASSES or gap < max(MEMORIZED_NATS, 0.1 * float(train.values[-1])):
         return None
+    earlier = held_out.values[: -max(len(held_out) // 4, 1)]
+    if len(earlier) and held_out.values[-1] < earlier.min() - SAME_NATS:  # fewer passes would be worse
+        return None
     return Evidence(
         {
             "passes": float(passes.values[-1]),
