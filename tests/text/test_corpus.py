@@ -452,8 +452,8 @@ def test_missing_file(tmp_path: Path) -> None:
 
 
 def test_unknown_extension(tmp_path: Path) -> None:
-    assert "Use .txt, .jsonl, .csv, .tsv, .parquet, plain or compressed as .gz," in refusal(
-        write(tmp_path / "a.pdf", "x")
+    assert "Use .txt, .jsonl, .csv, .tsv, .parquet, .warc, .wet, .xml, .html, .htm, .pdf, .mbox, plain or" in refusal(
+        write(tmp_path / "a.doc", "x")
     )
 
 
@@ -471,7 +471,8 @@ def test_other_files_in_a_folder_are_reported_once(tmp_path: Path, capsys: pytes
     assert texts(corpus) == texts(corpus) == ["x"]
     said = capsys.readouterr().err
     assert said.count("left out") == 1
-    assert "5 left out that are not .txt, .jsonl, .csv, .tsv, .parquet (.doc, .md, linked folder, no extension)" in said
+    assert "5 left out that are not .txt, .jsonl, .csv, .tsv, .parquet, .warc, .wet, .xml, .html," in said
+    assert "(.doc, .md, linked folder, no extension)" in said
 
 
 def test_empty_corpus(tmp_path: Path) -> None:

@@ -183,7 +183,8 @@ def test_unknown_encodings_raise(name: str) -> None:
 
 def test_a_missing_library_is_named() -> None:
     with pytest.raises(
-        UserError, match=rf"needs the package pyarrow. Install it: {re.escape(sys.executable)} -m pip install pyarrow$"
+        UserError,
+        match=rf"needs the package pyarrow. Install it: {re.escape(sys.executable)} -m pip install 'firth\[data\]'$",
     ):
         import_optional("pyarrow.nothing_of_the_kind", "x")
 

@@ -32,6 +32,7 @@ from firth.generate.config import GenerationConfig
 from firth.objectives import OBJECTIVES
 from firth.tasks import FINETUNE_TASKS
 from firth.text.examples import TASK_FORMATS
+from firth.text.formats.registry import MAIL_PARTS
 from firth.text.normalize import NORMALIZERS
 from firth.tokens.extend import MAX_NEW_TOKENS, MIN_TOKEN_COUNT
 from firth.train import parse_overrides
@@ -42,7 +43,7 @@ REQUIRED, TEXT, DATA, TRAINING, COMPUTE, RUN, OUTPUT, KEY_VALUE, BUDGET = (
 )
 # Topic in --help of each option, by the dataclass that has it; required ones are under "Required".
 TOPICS = {
-    TEXT: "documents encoding normalize min_words max_words min_characters max_characters language",
+    TEXT: "documents encoding keep_mail normalize min_words max_words min_characters max_characters language",
     RUN: "config resume resume_from_checkpoint allow_change rewind kills minutes all seed dry_run",
     OUTPUT: "output_dir overwrite json rows stream",
     "Suites": "suite tasks seeds",
@@ -437,6 +438,9 @@ class TextOptions:
         None, "Rename columns, as text=body.", "A=B", parse=parse_columns, common=False
     )
     encoding: str = option("utf-8", "Set the encoding of the text files.")
+    keep_mail: str = option(
+        "", f"Keep these parts of e-mails (.mbox): {', '.join(MAIL_PARTS)}. Default: leave them out."
+    )
     normalize: str = option(
         "",
         "Normalize the text; join several with commas. A new tokenizer does the same. Default: unchanged. Forms: "
@@ -454,7 +458,7 @@ class TextArguments(TextOptions):
     texts: list[str] = option(
         ...,
         "Files and folders, - for stdin, pydocs, or hf:owner/name[:config][:split][#column]. Formats: .txt, .jsonl, "
-        ".csv, .tsv, .parquet, also as .gz, .xz, .bz2, .zst.",
+        ".csv, .tsv, .parquet, .warc, .wet, .xml (Wikipedia), .html, .pdf, .mbox, also as .gz, .xz, .bz2, .zst.",
         "TEXT...",
         argument=True,
     )

@@ -19,6 +19,7 @@ from firth.core.files import create_file
 from firth.text import python_docs
 from firth.text.documents import Document as Document
 from firth.text.filters import TextCleaner, replace_lone_surrogates
+from firth.text.formats.registry import DOCUMENT_FORMATS, FormatInput, is_wikipedia_dump, parse_mail_parts
 from firth.text.hub import HUB_PREFIX, HubDataset
 from firth.text.normalize import apply_normal_forms
 from firth.text.open_text import (
@@ -42,11 +43,12 @@ from firth.text.records import (
     resolve_columns,
 )
 
-READABLE_EXTENSIONS = (".txt", *RECORD_READERS, ".parquet")
+READABLE_EXTENSIONS = (".txt", *RECORD_READERS, ".parquet", *DOCUMENT_FORMATS)
 READABLE_EXTENSIONS_TEXT = ", ".join(READABLE_EXTENSIONS)
 DOCUMENT_SPLIT_MODES = ("auto", "blank-line", "file")
 STDIN_PATH = "-"
-CORPUS_OPTIONS = ("documents", "columns", "encoding", *(f.name for f in fields(TextCleaner) if f.init))
+SKIPPED = "skipped: "  # prefix of the counts of texts that a format leaves out
+CORPUS_OPTIONS = ("documents", "columns", "encoding", "keep_mail", *(f.name for f in fields(TextCleaner) if f.init))
 TEXT_PAIR_COLUMNS = ("text_a", "text_b")
 MAX_WHOLE_FILE_CHARS = 2**20  # characters; a shorter file in a folder is one document
 MAX_DOCUMENT_CHARS = MAX_WHOLE_FILE_CHARS  # characters, about two novels; a longer document is split to bound memory
@@ -65,7 +67,9 @@ class Corpus:
 
     `documents` selects how a .txt file becomes documents. "blank-line" splits it on blank lines. "file" makes it one
     document. "auto" splits a file that the user named or that is over 1 Mi characters; a smaller one in a folder is
-    one document. A .jsonl file has one document per line; .csv, .tsv and .parquet files have one per row.
+    one document. A .jsonl file has one document per line; .csv, .tsv and .parquet files have one per row. Web archives
+    (.warc, .wet) have one per page, Wikipedia dumps (.xml) one per article, mailboxes (.mbox) one per message, .html
+    and .pdf files one each. `keep_mail` lists parts of e-mails that are left out by default: "headers,quotes".
 
     The text is in the column `text`, or as named by `columns={"text": "body"}`. A column `words` may list the words,
     for languages written without spaces. Columns `text_a` and `text_b` make a text pair, if there is no `text` or
@@ -85,6 +89,7 @@ class Corpus:
         documents: str = "auto",
         columns: Mapping[str, str] | None = None,
         encoding: str = "utf-8",
+        keep_mail: str = "",
         **cleaning: Any,
     ) -> None:
         if documents not in DOCUMENT_SPLIT_MODES:
@@ -99,6 +104,7 @@ class Corpus:
                 "--columns names both text and text_a or text_b. Name the text, or the two texts of a pair."
             )
         self.encoding = check_encoding(encoding)
+        self.keep_mail = parse_mail_parts(keep_mail)
         self.cleaner = TextCleaner(**cleaning)
         self.has_pydocs = python_docs.PYDOCS_NAME in self.paths
         self.datasets = [
@@ -129,7 +135,7 @@ class Corpus:
     def text_bytes(self) -> int:
         """Size of the text: `total_bytes`, with an estimate for compressed files."""
         on_disk = sum(source.path.stat().st_size for source in self.files)
-        return self.total_bytes - on_disk + sum(estimate_text_bytes(source.path) for source in self.files)
+        return self.total_bytes - on_disk + sum(estimate_file_text(source.path) for source in self.files)
 
     @property
     def bytes_read(self) -> int | None:
@@ -150,7 +156,7 @@ class Corpus:
                 yield document
         if not tally["documents"]:
             named = ", ".join(map(str, self.paths)) or "no path given"
-            dropped = "; ".join(self.cleaner.summary_lines()) or "only empty text"
+            dropped = "; ".join([*skipped_lines(tally), *self.cleaner.summary_lines()]) or "only empty text"
             raise UserError(f"{named}: no documents, {dropped}. Name files with text.")
 
     def texts(self) -> Iterator[str]:
@@ -166,6 +172,7 @@ class Corpus:
             "whole": "whole",
             "lines": "with one document per line",
             "rows": "with one document per row",
+            **{form.description: form.description for form in DOCUMENT_FORMATS.values()},
         }
         parts = [
             f"{single or format_count(tally[mode], 'file')} {phrase}" for mode, phrase in modes.items() if tally[mode]
@@ -183,7 +190,7 @@ class Corpus:
         }
         sentence = f"{format_count(tally['documents'], 'document')}: " + (", ".join(parts) or "nothing read yet")
         counted = [f"{tally[key]:,} {note}" for key, note in notes.items() if tally[key]]
-        return "; ".join([sentence, *counted, *self.cleaner.summary_lines()])
+        return "; ".join([sentence, *counted, *skipped_lines(tally), *self.cleaner.summary_lines()])
 
     def _read_pydocs(self, counts: Counter[str]) -> Iterator[Document]:
         if self.has_pydocs:
@@ -197,6 +204,8 @@ class Corpus:
         kind = data_extension(source.path)
         if kind == ".txt":
             return self._read_text_file(source, counts)
+        if kind in DOCUMENT_FORMATS:
+            return self._read_format(source, kind, counts)
         counts["lines" if kind == ".jsonl" else "rows"] += 1
         if kind == ".parquet":
             records = read_parquet_records(source.path, self.columns.values(), self.read_progress)
@@ -207,6 +216,20 @@ class Corpus:
             self.columns,
             counts,
         )
+
+    def _read_format(self, source: CorpusFile, kind: str, counts: Counter[str]) -> Iterator[Document]:
+        """Read a file in a format of its own; texts that it leaves out are counted by reason."""
+        form, skipped = DOCUMENT_FORMATS[kind], Counter[str]()
+        counts[form.description] += 1
+        given = FormatInput(
+            source.path, source.display_name, self.encoding, self.keep_mail, self.read_progress, skipped
+        )
+        for place, text in form.read(given):
+            repaired = replace_lone_surrogates(text)
+            counts["repaired"] += repaired != text
+            where = f"{source.display_name}:{place}" if place else source.display_name
+            yield from self._split_long_document(Document(self.cleaner.normalize_text(repaired), where), counts)
+        counts.update({SKIPPED + reason: n for reason, n in skipped.items()})
 
     def _read_dataset(self, dataset: HubDataset, counts: Counter[str]) -> Iterator[Document]:
         counts[dataset.path] += 1
@@ -293,6 +316,13 @@ class Corpus:
         return value
 
 
+def skipped_lines(counts: Counter[str]) -> list[str]:
+    """Return one phrase for each reason for which texts were skipped."""
+    return [
+        f"{n:,} skipped: {key.removeprefix(SKIPPED)}" for key, n in sorted(counts.items()) if key.startswith(SKIPPED)
+    ]
+
+
 def locate_words(words: Sequence[str], text: str, where: str) -> tuple[int, ...]:
     """Return the offset of each word in a text, in which the words must occur in order.
 
@@ -345,6 +375,8 @@ def find_readable_files(folder: Path) -> list[Path]:
         for file in (Path(parent, name) for name in names if not name.startswith(".")):
             if data_extension(file) in READABLE_EXTENSIONS and is_special_file(file):
                 others["pipe or device"] += 1
+            elif data_extension(file) == ".xml" and not is_wikipedia_dump(file):
+                others[".xml that is no Wikipedia dump"] += 1
             elif data_extension(file) in READABLE_EXTENSIONS:
                 files.append(file)
             else:
@@ -361,6 +393,12 @@ def find_readable_files(folder: Path) -> list[Path]:
             f"compressed as {COMPRESSED_EXTENSIONS_TEXT}."
         )
     return sorted(files)
+
+
+def estimate_file_text(path: Path) -> int:
+    """Return the size of a file's text, estimated if it is compressed or in a format of its own."""
+    form = DOCUMENT_FORMATS.get(data_extension(path))
+    return estimate_text_bytes(path) if form is None else max(1, round(form.text_share * estimate_text_bytes(path)))
 
 
 def spool_stream(stream: IO[bytes], folder: Path) -> Path:

@@ -79,6 +79,13 @@ def open_zst(file: Path | IO[bytes], mode: str) -> Any:
 
 
 DECOMPRESSORS: dict[str, Callable[..., Any]] = {".gz": gzip.open, ".xz": lzma.open, ".bz2": bz2.open, ".zst": open_zst}
+EXTRA_OF_PACKAGE = {
+    "pyarrow": "data",
+    "trafilatura": "data",
+    "pypdf": "data",
+    "datasets": "hf",
+    "py3langid": "language",
+}
 COMPRESSED_EXTENSIONS_TEXT = ", ".join(DECOMPRESSORS)
 RATIO_SAMPLE_BYTES = 2**22  # of text, from which the size of a compressed file's text is estimated
 
@@ -108,7 +115,8 @@ def import_optional(library: str, feature: str) -> Any:
         return import_module(library)
     except ImportError:
         package = library.partition(".")[0]
-        install = f"{shlex.quote(sys.executable)} -m pip install {package}"
+        wanted = f"'firth[{EXTRA_OF_PACKAGE[package]}]'" if package in EXTRA_OF_PACKAGE else package
+        install = f"{shlex.quote(sys.executable)} -m pip install {wanted}"
         raise UserError(f"{feature} needs the package {package}. Install it: {install}") from None
 
 

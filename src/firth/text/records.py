@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import json
+import re
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from difflib import get_close_matches
 from functools import partial
@@ -28,17 +29,18 @@ from firth.text.open_text import (
 NumberedRecords = Iterator[tuple[int, dict[str, Any]]]
 MAX_PREVIEW_CHARS = 40  # of a value in a message
 MAX_LINE_CHARS = 2**26  # characters; bounds the memory for parsing one record
+DUMP_RANGE = re.compile(r"(?<=\.xml)-p\d+p\d+$")
 PARQUET_BATCH_BYTES = 2**24  # approximate size of a batch of rows in memory
 
 
 def data_extension(path: Path) -> str:
-    """Return the extension without that of the compression.
+    """Return the extension without that of the compression, and without the range of pages in a Wikipedia dump's name.
 
-    >>> data_extension(Path("a.jsonl.xz")), data_extension(Path("B.TXT"))
-    ('.jsonl', '.txt')
+    >>> data_extension(Path("a.jsonl.xz")), data_extension(Path("B.TXT")), data_extension(Path("a1.xml-p1p41242.bz2"))
+    ('.jsonl', '.txt', '.xml')
     """
     inner = Path(path.stem) if path.suffix.lower() in DECOMPRESSORS else path
-    return inner.suffix.lower()
+    return DUMP_RANGE.sub("", inner.suffix.lower())
 
 
 def is_numeric_string(cell: str) -> bool:

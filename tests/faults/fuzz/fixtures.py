@@ -135,7 +135,7 @@ class Fixtures:
 
         def make() -> None:
             self.make_all()
-            names.write_text(json.dumps([*sys.modules, "pyarrow.parquet"]))
+            names.write_text(json.dumps([*sys.modules, "pyarrow.parquet", "trafilatura", "pypdf"]))
 
         assert wait(fork(run_silently, make)) == 0
         for name in json.loads(names.read_text()):

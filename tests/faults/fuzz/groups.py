@@ -1,5 +1,5 @@
 # ruff: noqa: PTH101, PTH102, PTH211 (names of files are bytes here: they need not be UTF-8)
-"""The 17 groups of inputs: each makes a damaged input in a folder, and the command line that reads it."""
+"""The 18 groups of inputs: each makes a damaged input in a folder, and the command line that reads it."""
 
 from __future__ import annotations
 
@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import yaml
+from faults.fuzz.document_files import DOCUMENT_FILES
 from faults.fuzz.fixtures import ANIMALS, CONLL, ROWS, SIZES, SQUAD, STEPS, TUNED, Fixtures, table
 from faults.fuzz.harness import Case, MakeCase
 from faults.fuzz.mutators import (
@@ -561,6 +562,31 @@ def parquets(fixtures: Fixtures) -> MakeCase:
     return make
 
 
+def documents(fixtures: Fixtures) -> MakeCase:
+    """Web archives, Wikipedia dumps, web pages, PDF files and mailboxes."""
+    tokenizer = fixtures.shards / "tokenizer"
+
+    def make(rng: random.Random, folder: Path) -> Case:
+        name = rng.choice(list(DOCUMENT_FILES))
+        if rng.random() < 0.005:
+            extension = rng.choice([".gz", ".xz", ".bz2", ".zst"])
+            path = folder / (name + extension)
+            path.write_bytes(
+                bomb(extension, rng.choice([b"\0", b"<a>", b"From a 2024\n\n", b"WARC/1.0\r\n", b"x"]), 40)
+            )
+        else:
+            data = mutate_bytes(rng, DOCUMENT_FILES[name]) if rng.random() < 0.95 else DOCUMENT_FILES[name]
+            path = write_input(rng, folder, name, data)
+        options: list[Any] = ["--output-dir", folder / "out"]
+        if rng.random() < 0.2:
+            keep = rng.choice(["quotes", "headers,signatures", "", "\n", "all"])
+            options += [f"--encoding={rng.choice(ENCODINGS)}".replace("\0", ""), f"--keep-mail={keep}"]
+        prepare = ["prepare", path, "--tokenizer", tokenizer, "--workers=1", *options]
+        return Case(rng.choice([prepare, prepare, ["tokenizer", path, "--vocab-size=300", *options]]))
+
+    return make
+
+
 def mutate_parquet(rng: random.Random, data: bytes) -> bytes:
     """Change the footer or the pages of a Parquet file; its length and magic number often stay right."""
     if rng.random() < 0.4:
@@ -745,6 +771,7 @@ GROUPS: dict[str, Callable[[Fixtures], MakeCase]] = {
     "labelled .jsonl and .json": labelled_jsonl,
     "tables": tables,
     "Parquet": parquets,
+    "documents": documents,
     "CoNLL and SQuAD": conll_and_squad,
     "file system": file_system,
 }
