@@ -23,16 +23,18 @@ from firth.commands.models import models
 from firth.commands.pretrain import plan, pretrain, prove_resume, show
 from firth.commands.serve import serve
 from firth.commands.text import check, prepare, tokenizer
-from firth.commands.vectors import compare, embed, similar
+from firth.commands.vectors import attention, compare, embed, similar
 
 if TYPE_CHECKING:
     from firth.evaluate.predict import Predictor as Predictor
     from firth.lab.quickstart import quickstart as quickstart
     from firth.models import load_model as load
+    from firth.tokens import load_tokenizer as load_tokenizer
 
 __all__ = [
     "Predictor",
     "adapt",
+    "attention",
     "check",
     "compare",
     "doctor",
@@ -44,6 +46,7 @@ __all__ = [
     "finetune",
     "generate",
     "load",
+    "load_tokenizer",
     "models",
     "plan",
     "predict",
@@ -59,11 +62,15 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    """Import `load`, `quickstart` and `Predictor` at their first use."""
+    """Import `load`, `load_tokenizer`, `quickstart` and `Predictor` at their first use."""
     if name == "load":
         from firth.models import load_model
 
         return load_model
+    if name == "load_tokenizer":
+        from firth.tokens import load_tokenizer
+
+        return load_tokenizer
     if name == "quickstart":
         from firth.lab.quickstart import quickstart
 

@@ -316,6 +316,8 @@ def print_arms(result: Mapping[str, Any]) -> None:
 
 def print_plan(result: Mapping[str, Any]) -> None:
     """A plan beside its alternatives, where it extrapolates, and the command to paste."""
+    from firth.lab.planner import plan_column
+
     text, chosen = result["text"], result["chosen"]
     about = "about " if text["is_estimated"] else ""
     runs = [("smaller", result["smaller"]), ("planned", chosen), ("larger", result["larger"])]
@@ -328,28 +330,6 @@ def print_plan(result: Mapping[str, Any]) -> None:
     for note in result["notes"]:
         warn(note)
     print_text(result["command"])
-
-
-def plan_column(run: Mapping[str, Any]) -> dict[str, str]:
-    """The figures of a planned run, by the name of their row."""
-    from firth.lab.planner import format_mask_rate
-
-    rate = f", {format_mask_rate(run)}" if run["mask_rate"] else ""
-    return {
-        "model": run["model"],
-        "parameters": f"{run['parameters'] / 1e6:,.1f}M",
-        "objective": f"{run['objective']}{rate}",
-        "vocabulary, row length": f"{run['vocab_size']:,}, {run['row_length']}",
-        "global batch": f"{run['global_batch_tokens']:,} tokens",
-        "optimizer, rate, schedule": f"{run['optim']}, {run['learning_rate']:g}, {run['lr_scheduler_type']}",
-        "steps": f"{run['steps']:,}",
-        "passes": f"{run['passes']:.1f}",
-        "checkpoint every": format_count(run["save_steps"], "step"),
-        "tokens per second": f"{run['tokens_per_second']:,.0f}" + ("" if run["is_timed"] else " (estimated)"),
-        "time": format_duration(run["seconds"]),
-        "peak memory": format_bytes(run["memory_bytes"]),
-        "expected held-out loss": f"{run['expected_loss']:.2f}",
-    }
 
 
 def print_scaling_law(result: Mapping[str, Any]) -> None:

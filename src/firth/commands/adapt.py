@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 from firth.commands.arguments import flatten_keys
 from firth.commands.data_source import DataOptions, check_same_source, pop_corpus_options
 from firth.commands.pretrain_plan import next_run_seed, plan_pretraining, read_saved_fields
+from firth.commands.results import AdaptResult
 from firth.commands.shards import write_shards
 from firth.core.console import report_errors, say, warn
 from firth.core.errors import UserError, quote
@@ -53,7 +54,7 @@ def adapt(
     rewind: int | None = None,
     dry_run: bool = False,
     **options: Any,
-) -> dict[str, Any]:
+) -> AdaptResult:
     """Continue the pretraining of a checkpoint on a domain; measure both it and general text before and after.
 
     `general` is text of the kind that the checkpoint was trained on; by default the text of its own run, where that
@@ -102,7 +103,7 @@ def adapt(
     if dry_run:
         check_run_folder(path, resume, overwrite, inputs)
         about = {"general": general_name or None, "replay_share": replay_share if general_text else 0.0}
-        return {"dry_run": True, **checked.describe(), **about, "new_tokens": new_tokens}
+        return AdaptResult({"dry_run": True, **checked.describe(), **about, "new_tokens": new_tokens})
     with run_folder(path, resume, overwrite, inputs) as folder, RunClock(path, resume, start_time) as clock:
         record = {
             "data": list(map(str, texts)),
@@ -153,7 +154,7 @@ def adapt(
         report: dict[str, str] = {}
         with report_errors():
             report = write_adaptation_report(folder, results)
-        return {**results, **report}
+        return AdaptResult({**results, **report})
 
 
 def as_paths(given: str | Path | Sequence[str | Path]) -> list[str | Path]:

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
+
+from firth.commands.results import DoctorResult
 
 
-def doctor(run: str | Path) -> dict[str, Any]:
+def doctor(run: str | Path) -> DoctorResult:
     """Examine the folder of a pretraining or a fine-tuning, and return the findings and what the loss should be.
 
     Each finding has a rule, a level (error, warning or info), its evidence in numbers, the likely cause and a command
@@ -14,4 +15,4 @@ def doctor(run: str | Path) -> dict[str, Any]:
     """
     from firth.lab.doctor import diagnose_run
 
-    return diagnose_run(run).to_dict()
+    return DoctorResult(diagnose_run(run).to_dict())

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from firth.commands.arguments import merge_recipe_changes
+from firth.commands.results import EvaluationResult
 from firth.core.console import say
 from firth.core.errors import UserError
 from firth.tasks.recipe import TASK_FILE, read_task_file
@@ -26,7 +27,7 @@ def evaluate(
     encoding: str = "utf-8",
     documents: str = "auto",
     **settings: Any,
-) -> dict[str, Any]:
+) -> EvaluationResult:
     """Score a checkpoint on a file, and write results, predictions and a report to `output_dir`.
 
     The default folder is evaluate-TASK-FILE beside the checkpoint, numbered if it has other results. The default `task`
@@ -47,7 +48,7 @@ def evaluate(
     settings = {"columns": columns, "overwrite": overwrite, "encoding": encoding, "documents": documents} | settings
     from firth.evaluate import evaluate as evaluate_checkpoint
 
-    return evaluate_checkpoint(checkpoint, task, data, path, numbered=output_dir is None, **settings)
+    return EvaluationResult(evaluate_checkpoint(checkpoint, task, data, path, numbered=output_dir is None, **settings))
 
 
 def evaluate_suite(
@@ -62,7 +63,7 @@ def evaluate_suite(
     resume: bool = False,
     overwrite: bool = False,
     **options: Any,
-) -> dict[str, Any]:
+) -> EvaluationResult:
     """Fine-tune and score a checkpoint on every task of a suite: "glue", "superglue", or a file that lists tasks.
 
     `options` and `overrides` are fields of the fine-tuning recipe. `metrics` has the score of each task and the
@@ -75,7 +76,8 @@ def evaluate_suite(
     result = run_suite(checkpoint, suite, path, data, seeds, tasks, changes, resume, overwrite)
     scores = {name: task["score"] for name, task in result["tasks"].items()}
     metrics = {**scores, "average": result["average"]}
-    return {**result, "metrics": metrics, "predictions": str(path), "report": str(path / "report.html")}
+    files = {"predictions": str(path), "report": str(path / "report.html")}
+    return EvaluationResult({**result, "metrics": metrics, **files})
 
 
 def predict(

@@ -6,6 +6,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
+from firth.commands.results import ExportResult
 from firth.core.errors import UserError
 from firth.core.files import check_output_folder
 
@@ -17,7 +18,7 @@ def export(
     overwrite: bool = False,
     format: str = "huggingface",
     task: str = "",
-) -> dict[str, Any]:
+) -> ExportResult:
     """Write a Hugging Face folder that `AutoModel...from_pretrained` opens.
 
     `check` opens it in transformers and returns the largest difference of a logit as `max_difference`, and the other
@@ -38,7 +39,7 @@ def export(
             raise UserError("--output-dir is missing: name the folder to write, or pass --check to compare only.")
         with TemporaryDirectory(prefix="firth-export-") as folder:
             write_export(Path(checkpoint), Path(folder) / "export", task)
-            return check_export(Path(folder) / "export")
+            return ExportResult(check_export(Path(folder) / "export"))
     path = Path(output_dir)
     if path.exists() and Path(checkpoint).exists() and path.samefile(checkpoint):
         raise UserError(f"{path} is the checkpoint itself. Name another --output-dir.")
@@ -46,9 +47,9 @@ def export(
     check_output_folder(path, "--output-dir", overwrite, kind)
     if format != "huggingface":
         files = write_vectors(load_word_vectors(checkpoint), path, format)
-        return {"output_dir": str(path), "files": list(map(str, files))}
+        return ExportResult({"output_dir": str(path), "files": list(map(str, files))})
     write_export(Path(checkpoint), path, task)
-    return {"output_dir": str(path), **(check_export(path) if check else {})}
+    return ExportResult({"output_dir": str(path), **(check_export(path) if check else {})})
 
 
 def check_export(folder: Path) -> dict[str, Any]:

@@ -10,6 +10,7 @@ from typing import Any
 
 from firth.commands.arguments import merge_recipe_changes
 from firth.commands.pretrain import pretrain
+from firth.commands.results import FinetuneResult
 from firth.core.console import quiet
 from firth.core.errors import UserError, did_you_mean, quote
 from firth.models import ModelConfig, read_config
@@ -42,7 +43,7 @@ def finetune(
     from_: str | Path | None = None,
     dry_run: bool = False,
     **options: Any,
-) -> dict[str, Any]:
+) -> FinetuneResult:
     """Fine-tune a checkpoint on a task with several seeds; return the mean and standard deviation of the scores.
 
     Mappings of names to files as `train` and `dev` train on several tasks at once (T5, section 3.5.2), with `task` and
@@ -101,7 +102,7 @@ def finetune(
         from firth.train.folder import check_run_folder
 
         check_run_folder(Path(output_dir), resume, overwrite, [plan.checkpoint, *plan.label_files])
-        return {"dry_run": True, **describe_finetuning(plan, num_arms=1 if against is None else 2)}
+        return FinetuneResult({"dry_run": True, **describe_finetuning(plan, num_arms=1 if against is None else 2)})
     if against is not None:
         given = {"--from-scratch": plan.from_scratch, "--target-text": target_text, "--rewind": rewind is not None}
         given["--minutes with --search"] = plan.minutes and plan.search  # both arms need equal steps
@@ -115,7 +116,7 @@ def finetune(
             other = replace(plan, from_scratch=True)
         else:
             other = without_teacher(plan) if str(against) == ALONE else make_plan(against)
-        return finetune_against(plan, other, resume, overwrite, allow_change)
+        return FinetuneResult(finetune_against(plan, other, resume, overwrite, allow_change))
     from firth.evaluate import write_run_report_and_card
     from firth.tasks import check_task
     from firth.tasks import finetune as run_finetune
@@ -129,7 +130,8 @@ def finetune(
     result = run_finetune(plan, resume, overwrite, allow_change, rewind)
     with quiet():  # the run has printed all notices on these files
         examples = read_finetune_data(plan).dev
-    return {**result, "report": str(write_run_report_and_card(Path(plan.output_dir), result, examples))}
+    report = write_run_report_and_card(Path(plan.output_dir), result, examples)
+    return FinetuneResult({**result, "report": str(report)})
 
 
 def without_teacher(recipe: FinetuneRecipe) -> FinetuneRecipe:

@@ -13,7 +13,7 @@ from firth.static.ngram import is_ngram, load_ngram
 from firth.tasks.recipe import read_task_file
 
 if TYPE_CHECKING:
-    from firth.generate import Blank
+    from firth.generate.fill import Blanks
     from firth.models import Model
 
 
@@ -156,7 +156,7 @@ def generate_in_batches(
     return results
 
 
-def fill(checkpoint: str | Path | Model, text: str, top: int = 5) -> list[Blank]:
+def fill(checkpoint: str | Path | Model, text: str, top: int = 5) -> Blanks:
     """The most likely words for the blanks of a text."""
     from firth.generate import fill as fill_blanks
     from firth.models import load_model

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from firth.commands.results import ModelList
 from firth.models import FAMILY_DESCRIPTIONS, PRESETS, count_parameters, flops_per_token
 from firth.recipes import default_objective
 
@@ -15,13 +16,13 @@ STATIC_MODELS = (
 )
 
 
-def models() -> list[dict[str, Any]]:
+def models() -> ModelList:
     """The presets: parameters, FLOPs per token, objective and purpose.
 
     `flops_per_token` is the forward pass in a row of 512 tokens; training takes three times as many. word2vec, GloVe
     and n-gram models look words up. Their parameters depend on the text: they are None, and `size` describes them.
     """
-    static = [
+    static: list[dict[str, Any]] = [
         {
             "name": name,
             "family": name,
@@ -34,7 +35,7 @@ def models() -> list[dict[str, Any]]:
         }
         for name, objective, size, good_for in STATIC_MODELS
     ]
-    return [
+    presets: list[dict[str, Any]] = [
         {
             "name": name,
             "family": config.family,
@@ -45,4 +46,5 @@ def models() -> list[dict[str, Any]]:
             "good_for": FAMILY_DESCRIPTIONS[config.family],
         }
         for name, config in PRESETS.items()
-    ] + static
+    ]
+    return ModelList(presets + static)

@@ -13,6 +13,7 @@ from firth.commands.arguments import is_architecture, merge_recipe_changes
 from firth.commands.data_source import DataOptions, pop_corpus_options
 from firth.commands.pretrain_plan import PretrainPlan, plan_pretraining, read_saved_fields, warn_of_misfit
 from firth.commands.pretrain_static import STATIC_TOKENIZERS, pretrain_static
+from firth.commands.results import PlanResult, PretrainResult, ResumeProof, ShowResult
 from firth.core.console import report_errors, say
 from firth.core.errors import Interrupted, UserError
 from firth.core.html import resolve_page_path
@@ -24,6 +25,8 @@ from firth.train.launch_env import require_single_process, silence_other_ranks
 from firth.train.recipe import Recipe
 
 if TYPE_CHECKING:
+    from firth.lab.show import BatchPreview
+    from firth.lab.show_dialogue import DialoguePreview
     from firth.train.distributed import DistContext
 
 
@@ -45,7 +48,7 @@ def pretrain(
     add_words: bool = False,
     dry_run: bool = False,
     **options: Any,
-) -> dict[str, Any]:
+) -> PretrainResult:
     """Pretrain a model (preset, config or checkpoint) on shards or on text.
 
     "encoder", "decoder" or "encoder-decoder" as `model` plans size and settings for text, budget and machine, as `plan`
@@ -67,8 +70,8 @@ def pretrain(
         changes = merge_recipe_changes(
             config, options, overrides, {"output_dir": str(output_dir), "data": "", "tokenizer": ""}
         )
-        return pretrain_static(
-            str(model), data, tokenizer, data_options, changes, resume, overwrite, start_time, dry_run
+        return PretrainResult(
+            pretrain_static(str(model), data, tokenizer, data_options, changes, resume, overwrite, start_time, dry_run)
         )
     saved = {} if overwrite else read_saved_fields(Path(output_dir), is_architecture(model))
     plan = plan_pretraining(
@@ -82,7 +85,7 @@ def pretrain(
 
     if dry_run:
         check_run_folder(Path(output_dir), resume, overwrite, plan.inputs)
-        return {"dry_run": True, **plan.describe()}
+        return PretrainResult({"dry_run": True, **plan.describe()})
     dist, path = init_distributed(plan.recipe), Path(output_dir)
     if dist.is_restart(str(output_dir)):
         resume, overwrite, rewind = True, False, None
@@ -109,7 +112,7 @@ def pretrain(
             if dist.is_main_process:
                 with report_errors():
                     report = write_pretraining_report_and_card(folder, results, try_diagnosis(folder))
-            return {**results, **report}
+            return PretrainResult({**results, **report})
 
 
 def resolve_on_main(dist: DistContext, plan: PretrainPlan, shards: Mapping[str, str], clock: RunClock) -> Recipe:
@@ -140,7 +143,7 @@ def plan(
     lowercase: bool = False,
     held_out: float = HELD_OUT_FRACTION,
     **options: Any,
-) -> dict[str, Any]:
+) -> PlanResult:
     """Plan a pretraining: size and settings of the best model for a text, a budget and this machine.
 
     `model` is "encoder", "decoder", "encoder-decoder" or a preset. The budget is `minutes`, `passes` over the text or
@@ -155,7 +158,7 @@ def plan(
         page = resolve_page_path(Path(output_dir), "plan", overwrite)
         from firth.lab.plan import fit_runs
 
-        return fit_runs(fit, page)
+        return PlanResult(fit_runs(fit, page))
     if data is None:
         raise UserError("There is no text to plan for: give --data TEXT, or --fit RUN... for a law of your own runs.")
     budget = {"minutes": minutes, "passes": passes, "tokens": tokens}
@@ -183,7 +186,7 @@ def plan(
         default_vocab_size(source.corpus.text_bytes, source.new_tokenizer_args[0]) if source.corpus else 0
     )
     command = write_command(found.chosen, source.sources, source.corpus, tokenizer, vocab_size, lowercase, options)
-    return {**found.to_dict(), "notes": found.notes, "command": command}
+    return PlanResult({**found.to_dict(), "notes": found.notes, "command": command})
 
 
 def show(
@@ -202,7 +205,7 @@ def show(
     printed: bool = False,
     task: str | None = None,
     **options: Any,
-) -> dict[str, Any]:
+) -> ShowResult:
     """Show inputs, masks and labels of the first rows of the first step, before any training.
 
     Takes the arguments of `pretrain`. Writes show.html to `output_dir`, and to the terminal if `printed`. With `task`
@@ -228,7 +231,13 @@ def show(
     save_show_page(preview, page)
     if printed:
         print_preview(preview)
-    return {**preview.to_dict(), "page": str(page)}
+    return show_result(preview, page)
+
+
+def show_result(preview: BatchPreview | DialoguePreview, page: Path) -> ShowResult:
+    result = ShowResult({**preview.to_dict(), "page": str(page)})
+    result.preview = preview
+    return result
 
 
 def show_labels(
@@ -239,7 +248,7 @@ def show_labels(
     page: Path,
     printed: bool,
     options: Mapping[str, Any],
-) -> dict[str, Any]:
+) -> ShowResult:
     """Show the labels of a labelled file, as the fine-tuning of a checkpoint would make them."""
     files = [data] if isinstance(data, str | Path) else list(data)
     if len(files) != 1:
@@ -263,7 +272,7 @@ def show_labels(
     save_show_page(preview, page)
     if printed:
         print_preview(preview)
-    return {**preview.to_dict(), "page": str(page)}
+    return show_result(preview, page)
 
 
 def prove_resume(
@@ -280,7 +289,7 @@ def prove_resume(
     overrides: Mapping[str, Any] | None = None,
     overwrite: bool = False,
     **options: Any,
-) -> dict[str, Any]:
+) -> ResumeProof:
     """Kill and resume a run `kills` times, and compare it bit for bit with an undisturbed run.
 
     Takes the arguments of `pretrain`. By default the run has 10 steps for each kill and a checkpoint every 5 steps.
@@ -294,4 +303,4 @@ def prove_resume(
     from firth.train import run_folder
 
     with run_folder(Path(output_dir), overwrite=overwrite, inputs=plan.inputs) as folder:
-        return run_resume_proof(plan.resolve_recipe(plan.make_shards(folder)), folder, kills)
+        return ResumeProof(run_resume_proof(plan.resolve_recipe(plan.make_shards(folder)), folder, kills))

@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from firth.commands.results import CheckResult, ShardsResult, TokenizerResult
 from firth.commands.shards import (
     check_held_out_share,
     check_shard_options,
@@ -53,7 +54,7 @@ def check(
     task: str | None = None,
     labelled_columns: Mapping[str, str] | None = None,
     **reading: Any,
-) -> dict[str, Any]:
+) -> CheckResult:
     """Check a text and how tokenizers split it; recommend vocabulary, row length and model size.
 
     `tokenizer` is the folder of a tokenizer or checkpoint to judge. It is compared with tokenizers of all `kinds` and
@@ -74,11 +75,13 @@ def check(
     encoding = reading.get("encoding") or "utf-8"
     examples = read_leak_examples(str(labelled), task, labelled_columns, encoding) if labelled is not None else None
     corpus = Corpus(texts, **reading)
-    result = check_corpus(corpus, judged, str(tokenizer or ""), kinds, vocab_sizes, sample, lowercase, examples)
-    save_check(result, page)
+    found = check_corpus(corpus, judged, str(tokenizer or ""), kinds, vocab_sizes, sample, lowercase, examples)
+    save_check(found, page)
     if printed:
-        print_check(result)
-    return {**result.to_dict(), "page": str(page)}
+        print_check(found)
+    result = CheckResult({**found.to_dict(), "page": str(page)})
+    result.found = found
+    return result
 
 
 def tokenizer(
@@ -99,7 +102,7 @@ def tokenizer(
     max_new_tokens: int = MAX_NEW_TOKENS,
     min_count: int | None = None,
     **reading: Any,
-) -> dict[str, Any]:
+) -> TokenizerResult:
     """Train a tokenizer on text; with `dry_run` only say what would be read and written.
 
     `extend` is the folder of a tokenizer or checkpoint to which the words of the text are added instead: at most
@@ -116,13 +119,16 @@ def tokenizer(
     corpus = Corpus(texts, **reading)
     if extend is not None and template is not None:
         require_extensible(template)
-        return _extend_tokenizer(template, corpus, folder, max_new_tokens, min_count, max_memory, seed, dry_run)
+        return TokenizerResult(
+            _extend_tokenizer(template, corpus, folder, max_new_tokens, min_count, max_memory, seed, dry_run)
+        )
     size = vocab_size or default_vocab_size(corpus.text_bytes)
     if dry_run:
         from firth.lab.dry_run import describe_text
 
         kind = kind if template is None else template.kind
-        return {"dry_run": True, **describe_text(corpus), "kind": kind, "vocab_size": size, "writes": str(folder)}
+        facts = {"kind": kind, "vocab_size": size, "writes": str(folder)}
+        return TokenizerResult({"dry_run": True, **describe_text(corpus), **facts})
     if template is not None:
         new = retrain_tokenizer(template, corpus.texts(), size, max_memory, seed)
     else:
@@ -133,7 +139,7 @@ def tokenizer(
     say(corpus.describe())
     with atomic_folder(folder, "tokenizer") as temporary:
         new.save(temporary)
-    return {"output_dir": str(folder), **_tokenizer_facts(new)}
+    return TokenizerResult({"output_dir": str(folder), **_tokenizer_facts(new)})
 
 
 def _tokenizer_facts(tokenizer: Tokenizer) -> dict[str, Any]:
@@ -179,7 +185,7 @@ def prepare(
     dedup: str = "exact",
     dry_run: bool = False,
     **reading: Any,
-) -> dict[str, Any]:
+) -> ShardsResult:
     """Tokenize text into shards; with `dry_run` only say what would be read and written.
 
     `salient` marks names, numbers and dates ("default"), or the spans that a function finds. `workers` processes (0:
@@ -194,14 +200,13 @@ def prepare(
         from firth.lab.dry_run import describe_shards
 
         check_output_folder(folder, "--output-dir", overwrite, "shards", resume)
-        return {"dry_run": True, **describe_shards(corpus, folder)}
+        return ShardsResult({"dry_run": True, **describe_shards(corpus, folder)})
     if resume and is_shards_folder(folder) and find_shard_damage(folder) is None:
         check_shard_tokenizer(folder, tokenizer)
         check_shard_salient(folder, find)
         check_shard_options(folder, {"held_out_share": held_out, "dedup": dedup})
         check_shard_source(folder, corpus)
-        return summarize_shards(folder)
+        return ShardsResult(summarize_shards(folder))
     check_output_folder(folder, "--output-dir", overwrite, "shards", resume)
-    return write_shards(
-        corpus, loaded, folder, held_out, find, workers=workers, max_memory=max_memory, dedup=dedup, resume=resume
-    )
+    options: dict[str, Any] = {"workers": workers, "max_memory": max_memory, "dedup": dedup, "resume": resume}
+    return ShardsResult(write_shards(corpus, loaded, folder, held_out, find, **options))

@@ -1,18 +1,18 @@
-"""Commands on vectors of texts and words: `embed`, `similar`, `compare`."""
+"""Functions that look into a model: `embed`, `similar`, `compare`, `attention`."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Literal
 
+from firth.commands.results import ComparisonResult, Vectors
 from firth.core.errors import UserError
 from firth.text import Corpus
 
 if TYPE_CHECKING:
-    import numpy as np
-
-    from firth.evaluate.neighbours import Neighbour
+    from firth.evaluate.attention_view import Attention
+    from firth.evaluate.neighbours import Neighbours
     from firth.models import Model
 
 
@@ -23,7 +23,7 @@ def embed(
     layer: int = -1,
     normalize: bool = False,
     max_seq_length: int = 0,
-) -> np.ndarray:
+) -> Vectors:
     """Embed texts as (texts, width) float32; a single string gives one vector.
 
     `pool` takes the hidden state of the first or last token, or the mean over all; "auto" pools as the checkpoint was
@@ -36,12 +36,12 @@ def embed(
     from firth.evaluate import embed_texts
 
     vectors = embed_texts(checkpoint, batch, pool, layer, normalize, max_seq_length)
-    return vectors[0] if isinstance(texts, str) else vectors
+    return Vectors.of(vectors[0] if isinstance(texts, str) else vectors, batch)
 
 
 def similar(
     vectors: str | Path | Model, words: str | Sequence[str], negative: Sequence[str] = (), top: int = 10
-) -> list[Neighbour]:
+) -> Neighbours:
     """The words nearest to `words` and far from `negative`, by the vectors of a checkpoint or a file."""
     from firth.evaluate.neighbours import most_similar
     from firth.evaluate.vectors import load_word_vectors
@@ -56,7 +56,7 @@ def compare(
     layer: int = -1,
     among: Sequence[str | Path] = (),
     top: int = 5,
-) -> dict[str, Any]:
+) -> ComparisonResult:
     """Compare the vectors of a word in several texts, by each checkpoint.
 
     A checkpoint of word2vec or GloVe, or a file of word vectors, has one vector for all texts. The nearest words are
@@ -66,4 +66,17 @@ def compare(
     from firth.models import Model
 
     sources = [checkpoints] if isinstance(checkpoints, str | Path | Model) else list(checkpoints)
-    return compare_contexts(word, list(texts), sources, layer, Corpus(among).texts() if among else (), top)
+    near = Corpus(among).texts() if among else ()
+    return ComparisonResult(compare_contexts(word, list(texts), sources, layer, near, top))
+
+
+def attention(checkpoint: str | Path | Model, text: str, target: str = "") -> Attention:
+    """The attention weights of a text, of every layer and head, with the name of what each head does.
+
+    With `target`, the text of the decoder, an encoder-decoder also has the weights of decoder and cross-attention. In a
+    notebook the result is a picture of each head; `head(layer, head)` enlarges one.
+    """
+    from firth.evaluate.attention_view import Attention
+    from firth.models import load_model
+
+    return Attention(load_model(checkpoint) if isinstance(checkpoint, str | Path) else checkpoint, text, target)

@@ -47,14 +47,21 @@ class SafeConsole(Console):
     """A console without markup and emoji codes (`e.txt:100:` is a line of a file) that escapes control characters."""
 
     def __init__(self, **options: Any) -> None:
-        super().__init__(markup=False, emoji=False, highlight=False, **options)
+        super().__init__(markup=False, emoji=False, highlight=False, force_jupyter=False, **options)
 
     def render(self, renderable: RenderableType, options: ConsoleOptions | None = None) -> Iterable[Segment]:
         for segment in super().render(renderable, options):
             yield segment if segment.control else segment._replace(text=escape_controls(segment.text))
 
 
-stderr_console = SafeConsole(stderr=True, soft_wrap=True)
+def is_notebook() -> bool:
+    """Whether this process is the kernel of a Jupyter notebook."""
+    ipython = sys.modules.get("IPython")
+    return ipython is not None and hasattr(ipython.get_ipython(), "kernel")
+
+
+# A notebook shows stderr as if it were an error, and keeps no stdout free.
+stderr_console = SafeConsole(stderr=not is_notebook(), soft_wrap=True)
 stdout_console = SafeConsole()
 
 

@@ -123,6 +123,11 @@ def _environment() -> Environment:
     )
 
 
+def render_template(name: str, **values: Any) -> str:
+    """Return the text of a template; every value is escaped."""
+    return _environment().get_template(name).render(**values)
+
+
 def _macros() -> Any:
     """The macros of `fragments.html.j2` as functions that return markup."""
     return _environment().get_template("fragments.html.j2").module

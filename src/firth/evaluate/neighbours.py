@@ -13,6 +13,7 @@ from firth.core.console import say, track
 from firth.core.errors import UserError, did_you_mean, quote
 from firth.core.files import atomic_folder, create_file
 from firth.core.html import HtmlPage, plot_loss_curve
+from firth.core.notebook import ResultList, add_bars
 from firth.evaluate.report import format_commands, log_points
 from firth.evaluate.vectors import WordVectors, load_word_vectors, vectors_to_model
 from firth.models import write_model
@@ -27,6 +28,17 @@ class Neighbour(NamedTuple):
     similarity: float
 
 
+class Neighbours(ResultList[Neighbour]):
+    """The nearest words, in order: a list, in a notebook bars."""
+
+    query: str = ""
+
+    def make_page(self) -> HtmlPage:
+        page = HtmlPage(f"Nearest to {self.query}" if self.query else "Nearest words")
+        add_bars(page, [(near.word, near.similarity) for near in self], is_share=False)
+        return page
+
+
 def word_index(vectors: WordVectors, word: str) -> int:
     """Index of a word; a UserError if it is unknown."""
     index = vectors.find(word)
@@ -37,7 +49,7 @@ def word_index(vectors: WordVectors, word: str) -> int:
 
 def most_similar(
     vectors: WordVectors, positive: Sequence[str], negative: Sequence[str] = (), top: int = 10
-) -> list[Neighbour]:
+) -> Neighbours:
     """Words with the highest cosine to the sum of `positive` minus the sum of `negative`, other than these.
 
     An analogy is positive b and c, negative a: a is to b as c is to the word nearest to b + c - a.
@@ -50,7 +62,9 @@ def most_similar(
     cosine_N = vectors.normalized_ND @ (query_D / max(float(np.linalg.norm(query_D)), 1e-12))
     cosine_N[indices] = -np.inf
     best = np.argsort(-cosine_N, kind="stable")[:top]
-    return [Neighbour(vectors.words[i], float(cosine_N[i])) for i in best if np.isfinite(cosine_N[i])]
+    found = Neighbours(Neighbour(vectors.words[i], float(cosine_N[i])) for i in best if np.isfinite(cosine_N[i]))
+    found.query = " + ".join(positive) + "".join(f" - {word}" for word in negative)
+    return found
 
 
 def write_vectors(vectors: WordVectors, folder: Path, file_format: str) -> list[Path]:

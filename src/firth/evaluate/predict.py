@@ -23,6 +23,7 @@ from typing import Any
 from firth.core.console import format_count
 from firth.evaluate.embed import embed_texts, normalize_rows
 from firth.evaluate.predict_input import TEXT_ROLES, InputReader, PredictInput, TaskInput
+from firth.evaluate.predictions import PredictionRecord, Predictions
 from firth.generate import generate_results
 from firth.metrics.tagging import are_span_tags, extract_entity_spans
 from firth.models import Model
@@ -75,10 +76,15 @@ class Predictor:
         windowed = f"{count} longer than a row: read in overlapping windows, and averaged over them."
         return [*([windowed] if self.num_windowed_texts else []), *self.task.notices]
 
-    def predict(self, inputs: Iterable[PredictInput]) -> list[dict[str, Any]]:
+    def predict(self, inputs: Iterable[PredictInput]) -> Predictions:
         """Return one record per input, in order."""
-        task_inputs = [self.reader.read(value, number) for number, value in enumerate(inputs, 1)]
-        return [record for _, record in self.predict_inputs(task_inputs)]
+        sources = list(inputs)
+        task_inputs = [self.reader.read(value, number) for number, value in enumerate(sources, 1)]
+        records = Predictions(PredictionRecord(record) for _, record in self.predict_inputs(task_inputs))
+        records.sources = sources
+        for record, source in zip(records, sources, strict=True):
+            record.source = source
+        return records
 
     def predict_inputs(
         self, inputs: Iterable[TaskInput], chunk_batches: int = CHUNK_BATCHES

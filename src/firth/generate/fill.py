@@ -17,6 +17,8 @@ import numpy as np
 import torch
 
 from firth.core.errors import UserError, quote
+from firth.core.html import HtmlPage
+from firth.core.notebook import ResultList, add_bars
 from firth.generate.decode_state import (
     NextLogitsFn,
     check_has_lm_head,
@@ -44,14 +46,29 @@ class Blank(NamedTuple):
     guesses: tuple[Guess, ...]
 
 
-def fill(model: Model, text: str, top: int = 5) -> list[Blank]:
+class Blanks(ResultList[Blank]):
+    """The blanks of a text with their guesses: a list, in a notebook bars."""
+
+    text: str = ""
+
+    def make_page(self) -> HtmlPage:
+        page = HtmlPage(self.text)
+        for number, blank in enumerate(self, 1):
+            caption = f"blank {number}" if len(self) > 1 else ""
+            add_bars(page, [(guess.text, guess.probability) for guess in blank.guesses], caption)
+        return page
+
+
+def fill(model: Model, text: str, top: int = 5) -> Blanks:
     """Return candidates for each blank: [MASK], <mask>, ___ or the tokenizer's own mask token.
 
     An encoder returns the `top` likeliest words per blank, with probabilities given that all blanks are masked. An
     encoder-decoder, or a decoder that was trained to denoise, generates one span per blank, with its probability given
     the spans before it.
     """
-    return fill_texts(model, [text], top)[0]
+    blanks = Blanks(fill_texts(model, [text], top)[0])
+    blanks.text = text
+    return blanks
 
 
 def fill_texts(model: Model, texts: Sequence[str], top: int = 5) -> list[list[Blank]]:

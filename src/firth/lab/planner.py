@@ -517,6 +517,26 @@ def choose_save_steps(steps: int, step_seconds: float) -> int:
     return max(1, min(math.ceil(steps / SAVES_PER_RUN), round(SAVE_SECONDS / step_seconds)))
 
 
+def plan_column(run: Mapping[str, Any]) -> dict[str, str]:
+    """The figures of a planned run, by the name of their row."""
+    rate = f", {format_mask_rate(run)}" if run["mask_rate"] else ""
+    return {
+        "model": run["model"],
+        "parameters": f"{run['parameters'] / 1e6:,.1f}M",
+        "objective": f"{run['objective']}{rate}",
+        "vocabulary, row length": f"{run['vocab_size']:,}, {run['row_length']}",
+        "global batch": f"{run['global_batch_tokens']:,} tokens",
+        "optimizer, rate, schedule": f"{run['optim']}, {run['learning_rate']:g}, {run['lr_scheduler_type']}",
+        "steps": f"{run['steps']:,}",
+        "passes": f"{run['passes']:.1f}",
+        "checkpoint every": format_count(run["save_steps"], "step"),
+        "tokens per second": f"{run['tokens_per_second']:,.0f}" + ("" if run["is_timed"] else " (estimated)"),
+        "time": format_duration(run["seconds"]),
+        "peak memory": format_bytes(run["memory_bytes"]),
+        "expected held-out loss": f"{run['expected_loss']:.2f}",
+    }
+
+
 def format_mask_rate(run: Mapping[str, Any]) -> str:
     """
     >>> format_mask_rate({"mask_rate": 0.3, "mask_rate_end": 0.15}), format_mask_rate({"mask_rate": 0.15})

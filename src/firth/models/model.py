@@ -25,6 +25,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from firth.core.errors import UserError
+from firth.core.html import HtmlPage
+from firth.core.notebook import PARTS, add_facts, to_notebook_html
 from firth.models.backbone import Stack
 from firth.models.config import (
     AWDLSTMConfig,
@@ -128,6 +130,25 @@ class Model(nn.Module):
             tokenizer = to_open_vocab(tokenizer)
             self.embed.set_tokenizer(tokenizer)
         self.__dict__["_tokenizer"] = tokenizer
+
+    def _repr_html_(self) -> str:
+        """Return the size and the parts of the model for a notebook, and torch's own listing to unfold."""
+        config = self.config
+        facts: dict[str, Any] = {
+            "architecture": config.architecture,
+            "parameters": self.num_parameters,
+            "layers, width, heads": f"{config.num_layers}, {config.dim}, {config.num_heads}",
+            "positions": config.max_length or "unlimited",
+            "head": type(config.head).__name__,
+        }
+        if self.objective:
+            facts["pretrained with"] = self.objective.get("kind", "")
+        if self.tokenizer is not None:
+            facts["tokenizer"] = f"{self.tokenizer.kind}, {self.tokenizer.vocab.size:,} tokens"
+        page = HtmlPage(f"Model: {config.family}")
+        add_facts(page, facts)
+        page.add_fragment(PARTS, "details", "modules", repr(self))
+        return to_notebook_html(page)
 
     def hidden_states(self, batch: BatchLike) -> Tensor:
         """Return the states (B, T or U, D) that the head reads."""

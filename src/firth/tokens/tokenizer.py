@@ -20,6 +20,8 @@ from tokenizers import Tokenizer as Backend
 from firth.core.console import warn
 from firth.core.errors import MAX_REASON_CHARS, UserError, quote, reason, shorten
 from firth.core.files import read_object, read_utf8, write_json, write_text
+from firth.core.html import HtmlPage
+from firth.core.notebook import add_facts, to_notebook_html
 from firth.tokens.builders import (
     BERT_SPECIAL_TOKENS,
     CHAR_WORD_REGEX,
@@ -34,6 +36,7 @@ from firth.tokens.builders import (
     build_wordpiece,
     default_tokenizer_config,
 )
+from firth.tokens.tokenized_text import TokenizedText
 
 TokenIds = Sequence[int]
 MAX_ID_GAP_RATIO, MAX_ID_GAP = 2, 100_000  # ids may go up to twice the number of tokens plus 100,000
@@ -130,11 +133,28 @@ class Tokenizer:
         with tokenizer_errors():
             return self.backend.decode(self._apply_direction(ids), skip_special_tokens=skip_special_tokens)
 
+    def tokenize(self, text: str) -> TokenizedText:
+        """Return the tokens of a text as the vocabulary writes them; in a notebook the text is coloured by token."""
+        encoding = self.encode_with_offsets([text])[0]
+        found = TokenizedText(encoding.tokens)
+        found.text, found.ids, found.offsets = text, encoding.ids, encoding.offsets
+        return found
+
     def pre_tokenize(self, text: str) -> list[str]:
         """Return the words of a text as the pre-tokenizer splits it."""
         with tokenizer_errors():
             normalized = self.backend.normalizer.normalize_str(text) if self.backend.normalizer is not None else text
             return [word for word, _ in self.backend.pre_tokenizer.pre_tokenize_str(normalized)]
+
+    def __repr__(self) -> str:
+        reads = ", reversed" if self.is_reversed else ""
+        return f"Tokenizer({self.kind}, {self.vocab.size:,} tokens{reads}, {self.fingerprint})"
+
+    def _repr_html_(self) -> str:
+        page = HtmlPage(f"Tokenizer: {self.kind}")
+        special = [str(self.backend.id_to_token(i)) for i in self.vocab.special_ids]
+        add_facts(page, {"tokens": self.vocab.size, "special tokens": special, "fingerprint": self.fingerprint})
+        return to_notebook_html(page)
 
     def word_starts(self, *encodings: Encoding) -> np.ndarray:
         """Return which tokens start a word of the pre-tokenizer, (N,) bool, for all encodings one after the other."""
