@@ -36,6 +36,9 @@ FOREIGN_OPTIONS = {
     "--rdzv-endpoint",
     "--standalone",
     "--master-port",
+    "--logdir",
+    "--project",
+    "--backend-store-uri",
 }
 FOREIGN_NAMES = {"numpy", "pytest", "torchrun"}
 

@@ -16,6 +16,7 @@ from firth.core.serialization import from_dict, to_dict
 from firth.static import glove
 from firth.static.ngram import check_ngram_order
 from firth.train.recipe import read_yaml_mapping, recipe_differences
+from firth.train.tracking import TrackerName, check_tracker
 
 MIN_EPOCHS = 5  # default number of epochs
 MIN_WORD2VEC_TOKENS, MAX_EPOCHS = 20_000_000, 50  # default of word2vec's epochs: tokens to read in all, and the limit
@@ -35,6 +36,7 @@ class StaticRecipe:
     data: str = ""  # folder of token shards
     tokenizer: str = ""  # fingerprint of the tokenizer that the shards were made with
     seed: int = 0
+    report_to: TrackerName = "none"
 
     def check(self) -> None:
         """Reject negative and non-finite numbers before anything is computed."""
@@ -42,6 +44,7 @@ class StaticRecipe:
             value = getattr(self, f.name)
             if isinstance(value, int | float) and not (math.isfinite(value) and value >= 0):
                 raise UserError(f"{f.name} is {value}, and must be a number that is not negative.")
+        check_tracker(self.report_to)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -137,7 +140,7 @@ def merge_static_recipe(folder: Path, recipe: StaticRecipeT, resume: bool) -> St
     stored = folder / "recipe.yaml"
     if resume and stored.is_file():
         earlier = from_dict(read_yaml_mapping(stored), type(recipe), str(stored))
-        moved: dict[str, Any] = {name: getattr(recipe, name) for name in ("output_dir", "data")}
+        moved: dict[str, Any] = {name: getattr(recipe, name) for name in ("output_dir", "data", "report_to")}
         # settings that were left open keep the values that the run resolved
         if isinstance(recipe, WordVectorRecipe) and isinstance(earlier, WordVectorRecipe):
             steps = earlier.max_steps if recipe.minutes or not recipe.max_steps else recipe.max_steps

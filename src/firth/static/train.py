@@ -57,6 +57,7 @@ from firth.train.checkpoint import (
 )
 from firth.train.log import RunLog, read_last_losses
 from firth.train.loop import SpeedMeter, handle_stop_signals
+from firth.train.recipe import describe_tracked_run
 from firth.train.resume import read_results
 
 MAX_TIMING_SECONDS = 4.0  # longest timing of steps for `minutes`
@@ -201,7 +202,7 @@ def fit_word_vectors(trainer: WordVectorTrainer, folder: Path, resume: bool) -> 
     line, loss, per_second, diverged = StatusLine(), math.nan, 0.0, False
     speed = SpeedMeter(first, first * trainer.tokens_per_step)
     with (
-        RunLog(folder / "log.jsonl", first) as log,
+        RunLog(folder / "log.jsonl", first, describe_tracked_run(recipe, folder)) as log,
         handle_stop_signals() as stop,
         ThreadPoolExecutor(max(recipe.workers, 1), thread_name_prefix="words") as pool,
     ):
@@ -279,7 +280,7 @@ def train_ngram(folder: Path, recipe: NgramRecipe) -> dict[str, Any]:
             model.save(temporary)
     parts = {"loss": shards.train, "eval_loss": shards.held_out}
     losses = {name: ngram_mean_loss(model, part, vocab) if part is not None else None for name, part in parts.items()}
-    with RunLog(folder / "log.jsonl", 0) as log:
+    with RunLog(folder / "log.jsonl", 0, describe_tracked_run(recipe, folder)) as log:
         log.write(step=1, learning_rate=0.0, tokens=shards.train.num_tokens, **losses)
     return {
         "output_dir": str(folder),

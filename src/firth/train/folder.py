@@ -23,6 +23,7 @@ from firth.core.files import (
 from firth.train.checkpoint import remove_folder
 from firth.train.clock import CLOCK_FILE
 from firth.train.distributed import DistContext
+from firth.train.tracking import TENSORBOARD_FOLDER, TRACKER_FILE
 
 LOCK_FILE = ".lock"
 PROVE_RESUME_FILES = ("straight.yaml", "killed.yaml")  # the recipes of a proof (prove-resume)
@@ -41,6 +42,7 @@ RUN_FILES = (
         "report.html",
         LOCK_FILE,
         CLOCK_FILE,
+        TRACKER_FILE,
     ),
     *PROVE_RESUME_FILES,
     DATA_NOTES_FILE,
@@ -58,6 +60,7 @@ RUN_FOLDERS = (
     "encoder",
     "decoder",
     "encoder-decoder",
+    TENSORBOARD_FOLDER,
 )
 # Folders that quickstart, prove-resume and finetune --against write inside their own.
 STAGE_FOLDERS = (
@@ -197,7 +200,8 @@ def is_run_output(p: Path, compare_content: bool = True) -> bool:
     if is_leftover(p) or is_unfinished(p):
         return True
     if p.is_symlink() or not p.is_dir():
-        return p.name in RUN_FILES and not p.is_symlink()
+        is_event_file = p.parent.name == TENSORBOARD_FOLDER and p.match("events.out.tfevents.*")
+        return (p.name in RUN_FILES or is_event_file) and not p.is_symlink()
     if not has_output_name(p):
         return False
     if (p / MANIFEST_FILE).exists() or p.match("checkpoint-*"):

@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 
 from firth.core.console import format_count, warn
 from firth.core.files import open_in_place, replace_nonfinite, write_text
+from firth.train.tracking import TrackedRun, TrackerProcess
 
 # keys of every step
 NUMBER_KEYS = (*("learning_rate", "tokens", "targets", "words_seen", "passes", "mask_rate", "grad_norm", "weight_rms"),)
@@ -28,10 +29,10 @@ class TextProgress(NamedTuple):
 class RunLog:
     """The log of a run that starts or resumes after `step`. Lines of later steps are removed: those steps run again.
 
-    If the disk is full, lines stay in memory and are written with the next ones.
+    If the disk is full, lines stay in memory and are written with the next ones. A tracker follows the file.
     """
 
-    def __init__(self, path: Path, step: int) -> None:
+    def __init__(self, path: Path, step: int, tracked_run: TrackedRun | None = None) -> None:
         if path.exists():
             lines, num_damaged = parse_log(path)
             if num_damaged:
@@ -41,10 +42,13 @@ class RunLog:
         self.file = open_in_place(path, append=True, buffering=0)
         self.path, self.pending = path, b""
         self.last_error: OSError | None = None
+        self.tracker = TrackerProcess(tracked_run) if tracked_run is not None else None
 
     def write(self, **facts: Any) -> None:
         self.pending += json.dumps(replace_nonfinite(facts), allow_nan=False).encode() + b"\n"
         self.flush()
+        if self.tracker is not None:
+            self.tracker.poll()
 
     def flush(self) -> bool:
         """Write pending lines; return whether all lines are in the file."""
@@ -70,6 +74,8 @@ class RunLog:
     def __exit__(self, kind: type[BaseException] | None, e: BaseException | None, tb: TracebackType | None) -> None:
         written = self.flush()
         self.file.close()
+        if self.tracker is not None:
+            self.tracker.close()
         if not written and e is None:
             assert self.last_error is not None
             raise self.last_error

@@ -62,6 +62,7 @@ from firth.train.ema import WeightEMA
 from firth.train.guard import Guard, StepOutcome
 from firth.train.log import NullLog, RunLog, TextProgress, read_last_losses, read_log
 from firth.train.optim import add_unfrozen_groups, learning_rate_at, make_optimizer
+from firth.train.recipe import describe_tracked_run
 from firth.train.step import RecurrentStateDict, TrainingRun, build_step_runner, compile_ahead, sum_counts, train_step
 from firth.train.timings import TIMINGS_FILE, StepTimings
 from firth.train.writer import CheckpointWriter
@@ -317,9 +318,9 @@ def make_checkpoint_writer(run: TrainingRun) -> CheckpointWriter:
 
 
 def make_log(run: TrainingRun, step: int) -> RunLog | NullLog:
-    return (
-        RunLog(run.folder / "log.jsonl", step) if run.folder and run.compute.dist_context.is_main_process else NullLog()
-    )
+    if run.folder is None or not run.compute.dist_context.is_main_process:
+        return NullLog()
+    return RunLog(run.folder / "log.jsonl", step, describe_tracked_run(run.training, run.folder))
 
 
 def make_timings(run: TrainingRun, step: int) -> StepTimings:

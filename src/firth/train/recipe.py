@@ -22,6 +22,7 @@ from firth.models import Distillation, KnowledgeTransfer, LMHead, ModelConfig
 from firth.models.config import AWDLSTMConfig, BiLSTMConfig, ELMoConfig, TransformerXL
 from firth.objectives import CLM, MLM, OBJECTIVES, BiLM, Objective, SequenceAutoencoder
 from firth.tokens import MixConfig
+from firth.train.tracking import TrackedRun, TrackerName, check_tracker
 
 RecipeT = TypeVar("RecipeT")  # a recipe: a dataclass of plain values
 MAX_ROW_TOKENS = 2**16  # tokens: positions in a row are sorted as uint16
@@ -242,6 +243,9 @@ class TrainingConfig:
         True, "Write checkpoints in the background, from a copy in host memory; --no-async-save waits for them."
     )
     logging_steps: int = recipe_field(1, "Write a line to log.jsonl every N steps.", ge=1)
+    report_to: TrackerName = recipe_field(  # noqa: RUF009
+        "none", "Show the log in this tracker too, while the run trains; none writes log.jsonl alone."
+    )
     seed: int = recipe_field(0, "Seed the data order, the noise, the initial weights and dropout.", ge=0, lt=2**63)
     deterministic: bool = recipe_field(
         False, "Use deterministic kernels, so that a resumed run is bit-equal on a GPU too; slower."
@@ -308,6 +312,7 @@ class TrainingConfig:
     def check(self) -> None:
         """Refuse settings that make no sense, before anything is computed."""
         check_bounds(self)
+        check_tracker(self.report_to)
         if 0 < self.spike_factor <= 1:
             raise UserError(f"spike_factor is {self.spike_factor}: it must be more than 1, or 0 to turn it off.")
         if self.fp16 and (self.bf16 or self.engine.weights == "bf16"):
@@ -545,6 +550,18 @@ class Recipe(TrainingConfig):
                 f"--max-seq-length {self.max_seq_length} is longer than the model's {model.max_length} positions. "
                 "Lower it, or give a new model more positions with model.position.length."
             )
+
+
+def describe_tracked_run(recipe: Any, folder: Path) -> TrackedRun | None:
+    """Return the run in `folder` as the recipe's tracker shows it; None without a tracker.
+
+    Seeds, which have folders inside of the run's folder, are runs of one group.
+    """
+    if recipe.report_to == "none":
+        return None
+    folder, output = folder.absolute(), Path(recipe.output_dir).absolute()
+    name = folder.name if folder == output else f"{output.name}/{folder.name}"
+    return TrackedRun(recipe.report_to, str(folder), name, output.name, flatten_mapping(to_dict(recipe)))
 
 
 def save_recipe(recipe: TrainingConfig, path: Path) -> None:

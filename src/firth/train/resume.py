@@ -30,6 +30,7 @@ from firth.tokens import MixedShards, ShardSet
 from firth.train.checkpoint import list_checkpoints, remove_folder
 from firth.train.log import RunLog, read_log
 from firth.train.recipe import Recipe, TrainingConfig, recipe_differences, save_recipe
+from firth.train.tracking import TRACKER_FILE
 
 ResumedRecipeT = TypeVar("ResumedRecipeT", bound=TrainingConfig)
 # Fields that a run resolves or records itself: unset ones take the saved value on resume.
@@ -46,8 +47,8 @@ RESOLVED_FIELDS = (
 )
 # Fields that decide which tensors a checkpoint holds: they cannot change within a run.
 IMMUTABLE_FIELDS = ("model", "optim", "ema_decay", "order", "memory", "tokenizer")
-# Fields that decide where a step is computed: they may change freely, as checkpoints do not depend on them.
-COMPUTE_FIELDS = ("parallel", "cpu_offload", "device")
+# Fields that decide where a step is computed and shown: they may change, as checkpoints do not depend on them.
+COMPUTE_FIELDS = ("parallel", "cpu_offload", "device", "report_to")
 # Fields whose product is the global batch size, which a run keeps.
 BATCH_SIZE_FIELDS = ("per_device_train_batch_size", "gradient_accumulation_steps", "processes")
 # Fields that name files and folders: the run folder may have moved.
@@ -225,7 +226,8 @@ def rewind_checkpoints(folder: Path, steps: int) -> tuple[int, int]:
 
 
 def truncate_log(folder: Path, start_step: int, last_step: int) -> None:
-    """Cut the log back to `start_step` and record the rewind in it."""
+    """Cut the log back to `start_step` and record the rewind in it. A tracker, which cannot go back, starts anew."""
+    (folder / TRACKER_FILE).unlink(missing_ok=True)
     with RunLog(folder / "log.jsonl", start_step) as run_log:
         run_log.write(step=start_step, rewound_from=last_step, passed_over=last_step - start_step)
     skipped = format_count(last_step - start_step, "step")
