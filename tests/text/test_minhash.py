@@ -83,10 +83,44 @@ def test_memory_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     texts = [" ".join(f"{i}w{j}" for j in range(20)) for i in range(500)]
     near = MinHashIndex(max_bytes=64 * module.INDEX_BYTES_PER_TEXT)
     assert not any(near.check_and_add(text) for text in texts)
-    assert near.signatures.nbytes + near.tables.nbytes <= 64 * module.INDEX_BYTES_PER_TEXT
+    arrays = (near.signatures, near.is_kept, near.links, near.heads)
+    assert sum(array.nbytes for array in arrays) <= 64 * module.INDEX_BYTES_PER_TEXT
     assert near.num_evicted == 500 - 64
     assert all(near.check_and_add(text) for text in texts[-50:])
     assert not near.check_and_add(texts[0])
+
+
+def flag_by_definition(signatures: list[np.ndarray]) -> list[bool]:
+    """Compare each text with the first 8 texts of each of its buckets, as the docstring of the module says."""
+    buckets, flags = dict[tuple[int, int], list[int]](), list[bool]()
+    for i, signature in enumerate(signatures):
+        mine = [buckets.setdefault((band, int(v)), []) for band, v in enumerate(signature.view(np.uint64))]
+        kept = {j for bucket in mine for j in bucket if not flags[j]}
+        flags.append(any((signatures[j] == signature).sum() >= module.min_matching_bytes(0.8) for j in kept))
+        for bucket in mine:
+            bucket.extend([i] * (len(bucket) < module.TEXTS_PER_BUCKET))
+    return flags
+
+
+def alike_signatures(num: int, num_groups: int) -> list[np.ndarray]:
+    """Signatures in groups, with 0 to 59 of 128 bytes drawn anew: some are near duplicates, many share a band."""
+    rng = np.random.default_rng(0)
+    groups, found = rng.integers(256, size=(num_groups, 128), dtype=np.uint8), []
+    for _ in range(num):
+        signature = groups[rng.integers(num_groups)].copy()
+        changed = rng.permutation(128)[: rng.integers(60)]
+        signature[changed] = rng.integers(256, size=len(changed), dtype=np.uint8)
+        found.append(signature)
+    return found
+
+
+@pytest.mark.parametrize("num_groups", [5, 40])
+def test_the_index_follows_its_definition(num_groups: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "INITIAL_CAPACITY_TEXTS", 16)
+    signatures, near = alike_signatures(500, num_groups), MinHashIndex()
+    flags = [near.check_and_add_signature(signature) for signature in signatures]
+    assert flags == flag_by_definition(signatures)
+    assert 100 < near.num_duplicates == sum(flags) < 450
 
 
 def test_threshold() -> None:

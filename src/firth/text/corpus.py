@@ -143,6 +143,11 @@ class Corpus:
         return None if self.datasets else self.read_progress.bytes_read
 
     def __iter__(self) -> Iterator[Document]:
+        yield from self.iter_documents()
+        self.check_has_documents()
+
+    def iter_documents(self) -> Iterator[Document]:
+        """Yield the documents, of which there may be none: a part of a corpus may hold only empty ones."""
         tally: Counter[str] = Counter()
         self.counts, self.read_progress = tally, ReadProgress()
         self.cleaner.reset_counts()
@@ -154,9 +159,12 @@ class Corpus:
             elif self.cleaner.should_keep(document.texts):
                 tally["documents"] += 1
                 yield document
-        if not tally["documents"]:
+
+    def check_has_documents(self) -> None:
+        """Raise a UserError if nothing was read."""
+        if not self.counts["documents"]:
             named = ", ".join(map(str, self.paths)) or "no path given"
-            dropped = "; ".join([*skipped_lines(tally), *self.cleaner.summary_lines()]) or "only empty text"
+            dropped = "; ".join([*skipped_lines(self.counts), *self.cleaner.summary_lines()]) or "only empty text"
             raise UserError(f"{named}: no documents, {dropped}. Name files with text.")
 
     def texts(self) -> Iterator[str]:

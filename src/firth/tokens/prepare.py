@@ -114,26 +114,25 @@ def prepare(
             reader = DocumentReader(documents, duplicate_filter)
             with report_if_interrupted(path, writer):
                 write_missing_chunks(writer, reader, encoder, resources, total_bytes)
-        train, held_out = writer.part_writers
-        if not train.num_documents:
-            raise no_training_documents_error(held_out.num_documents)
-        check_bytes_per_token(train, tokenizer)
-        if held_out_share and not held_out.num_documents:
-            warn(
-                f"Nothing is held out: the text has {format_count(train.num_documents, 'document')}, and each is held "
-                f"out with a probability of {held_out_share:.0%}. There will be no held-out loss. Separate documents "
-                "by blank lines (--documents blank-line), or give more of them."
-            )
-        return finish_shards(path, writer, encoder, header, reader)
+        near = duplicate_filter.near_dedup
+        evicted = {NEAR_TEXTS_KEY: near.max_texts} if near is not None and near.num_evicted else {}
+        num_duplicates = reader.num_exact_duplicates + reader.num_near_duplicates
+        return finish_shards(path, writer, encoder, header, num_duplicates, reader.source_facts(), evicted)
 
 
 def finish_shards(
-    path: Path, writer: ShardWriter, encoder: DocumentEncoder, header: dict[str, Any], reader: DocumentReader
+    path: Path,
+    writer: ShardWriter,
+    encoder: DocumentEncoder,
+    header: dict[str, Any],
+    num_duplicates: int,
+    source: dict[str, Any],
+    more_facts: dict[str, Any],
 ) -> dict[str, Any]:
-    """Write headers and manifest, and rename the folder."""
+    """Check both parts, write headers and manifest, and rename the folder."""
+    check_parts(writer, encoder)
     train, held_out = writer.part_writers
     facts: dict[str, Any] = {}
-    near = reader.duplicate_filter.near_dedup
     with atomic_folder(path, "shards", writer.folder, metadata=facts):
         for part in writer.part_writers:
             part.finish()
@@ -144,16 +143,29 @@ def finish_shards(
             "vocab_size": encoder.tokenizer.vocab.size,
             "documents": train.num_documents + held_out.num_documents,
             "tokens": train.num_tokens + held_out.num_tokens,
-            "duplicates": reader.num_exact_duplicates + reader.num_near_duplicates,
+            "duplicates": num_duplicates,
             "text_bytes": train.text_bytes + held_out.text_bytes,
             "unigram_entropy": entropy_nats(count_token_ids(train, encoder)),
             "train": train.manifest_facts(),
             "held_out": held_out.manifest_facts(),
-            "source": reader.source_facts(),
+            "source": source,
+            **more_facts,
         }
-        if near is not None and near.num_evicted:
-            facts[NEAR_TEXTS_KEY] = near.max_texts
     return facts
+
+
+def check_parts(writer: ShardWriter, encoder: DocumentEncoder) -> None:
+    """Raise if there is nothing to train on; warn if nothing is held out."""
+    train, held_out = writer.part_writers
+    if not train.num_documents:
+        raise no_training_documents_error(held_out.num_documents)
+    check_bytes_per_token(train, encoder.tokenizer)
+    if encoder.held_out_share and not held_out.num_documents:
+        warn(
+            f"Nothing is held out: the text has {format_count(train.num_documents, 'document')}, and each is held "
+            f"out with a probability of {encoder.held_out_share:.0%}. There will be no held-out loss. Separate "
+            "documents by blank lines (--documents blank-line), or give more of them."
+        )
 
 
 def write_missing_chunks(
@@ -315,9 +327,7 @@ class DocumentReader:
     def _is_new(self, document: Document) -> bool:
         fingerprint = text_fingerprint(join_document_sides(document))
         self.num_read += 1
-        self.source_hash.update(fingerprint)
-        if document.word_starts is not None:
-            self.source_hash.update(repr(document.word_starts).encode())
+        self.source_hash.update(source_hash_input(document, fingerprint))
         is_new = self.duplicate_filter.is_new(fingerprint)
         self.num_exact_duplicates += not is_new
         return is_new
@@ -336,6 +346,11 @@ class DocumentReader:
     def source_facts(self) -> dict[str, Any]:
         """Return the number and the hash of all documents read, in their order."""
         return {"documents": self.num_read, "digest": self.source_hash.hexdigest()}
+
+
+def source_hash_input(document: Document, fingerprint: bytes) -> bytes:
+    """Return the bytes of a document that the hash of a source is computed from."""
+    return fingerprint if document.word_starts is None else fingerprint + repr(document.word_starts).encode()
 
 
 def digest_documents(documents: Iterable[Document], total_bytes: float | None = None) -> dict[str, Any]:

@@ -321,7 +321,11 @@ def checksums_match(file: Path, sizes_and_crcs: Sequence[Sequence[int] | None]) 
 
 
 def different_settings_error(path: Path, earlier: dict[str, Any], now: dict[str, Any]) -> UserError:
-    changed = [f"{name}: {earlier.get(name)} -> {now[name]}" for name in now if earlier.get(name) != now[name]]
+    changed = [
+        f"{name}: {earlier.get(name)} -> {now.get(name)}"
+        for name in {**earlier, **now}
+        if earlier.get(name) != now.get(name)
+    ]
     return UserError(
         f"Cannot resume {path}: these settings differ ({'; '.join(changed)}). Give the same options to --resume, or "
         "start anew with --overwrite."

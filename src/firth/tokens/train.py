@@ -23,7 +23,7 @@ from contextlib import contextmanager
 from functools import cache
 from hashlib import blake2b
 from itertools import chain
-from typing import Any, NamedTuple
+from typing import Any, Generic, NamedTuple, TypeVar
 
 from tokenizers import Tokenizer as Backend
 from tokenizers import models, pre_tokenizers, trainers
@@ -145,7 +145,7 @@ def train_backend(
     long_words = Counter[str]()
     stream = (split_long_words(text, long_words) for text in chain([first], stream))
     if max_memory_bytes is not None:
-        stream = sample_passages(stream, max_memory_bytes // TRAIN_MEMORY_PER_TEXT_BYTE[model], seed)
+        stream = sample_passages(stream, max_sample_bytes(like, max_memory_bytes), seed)
     with show_heartbeat(f"training a {kind} vocabulary") as heartbeat:
         train_vocab = train_char_vocab if kind == "char" else VOCAB_TRAINERS[model]
         vocab = train_vocab(layout, heartbeat.track_reading(stream), num_tokens, heartbeat.set_status)
@@ -155,6 +155,11 @@ def train_backend(
     if (size := backend.get_vocab_size()) < vocab_size:
         say(f"The text gives {size:,} tokens, fewer than the {vocab_size:,} of --vocab-size.")
     return backend
+
+
+def max_sample_bytes(like: Backend, max_memory_bytes: int) -> int:
+    """Return the bytes of text that a tokenizer can be trained on in `max_memory_bytes`."""
+    return max_memory_bytes // TRAIN_MEMORY_PER_TEXT_BYTE[json.loads(like.to_str())["model"]["type"]]
 
 
 def split_long_words(text: str, cut_counts: Counter[str]) -> str:
@@ -478,21 +483,47 @@ def sample_passages(texts: Iterable[str], max_bytes: int, seed: int) -> Iterator
 
     The sample depends on the texts and the seed alone: it has the passages with the smallest keyed hashes.
     """
-    held: list[tuple[int, int, str]] = []
-    total = taken = 0
-    for number, passage in enumerate(split_passages(texts)):
-        size = len(passage.encode())
-        draw = blake2b(passage.encode(), digest_size=8, key=seed.to_bytes(8, "little", signed=True)).digest()
-        heapq.heappush(held, (-int.from_bytes(draw), number, passage))
-        total, taken = total + size, taken + size
-        while taken > max_bytes:
-            taken -= len(heapq.heappop(held)[2].encode())
-    if not held:
-        raise UserError("--max-memory is too small for any text. Allow more.")
-    if taken < total:
-        share = f"{taken / 1e6:,.1f} of {total / 1e6:,.1f} MB of text ({taken / total:.1%})"
-        say(f"Training on a sample, {share}, to stay within --max-memory.")
-    yield from (passage for _, _, passage in sorted(held, key=lambda item: item[1]))
+    held = PassageSample[str](max_bytes)
+    for passage in split_passages(texts):
+        data = passage.encode()
+        held.add(passage_key(data, seed), len(data), passage)
+    yield from held.finish()
+
+
+def passage_key(passage: bytes, seed: int) -> int:
+    """Return the keyed hash by which passages are drawn."""
+    return int.from_bytes(blake2b(passage, digest_size=8, key=seed.to_bytes(8, "little", signed=True)).digest())
+
+
+PassageT = TypeVar("PassageT")
+
+
+class PassageSample(Generic[PassageT]):
+    """The passages with the smallest keys, of at most `max_bytes`; a passage may stand for itself as its number."""
+
+    def __init__(self, max_bytes: int) -> None:
+        self.max_bytes = max_bytes
+        self.held: list[tuple[int, int, int, PassageT]] = []  # -key, place in the text, size, passage
+        self.num_seen = self.seen_bytes = self.held_bytes = 0
+
+    def add(self, key: int, size: int, passage: PassageT) -> None:
+        heapq.heappush(self.held, (-key, self.num_seen, size, passage))
+        self.num_seen += 1
+        self.seen_bytes += size
+        self.held_bytes += size
+        while self.held_bytes > self.max_bytes:
+            self.held_bytes -= heapq.heappop(self.held)[2]
+
+    def finish(self) -> list[PassageT]:
+        """Say how large the sample is, and return it in the order of the text."""
+        if not self.held:
+            raise UserError("--max-memory is too small for any text. Allow more.")
+        if self.held_bytes < self.seen_bytes:
+            share = f"{self.held_bytes / 1e6:,.1f} of {self.seen_bytes / 1e6:,.1f} MB of text"
+            say(
+                f"Training on a sample, {share} ({self.held_bytes / self.seen_bytes:.1%}), to stay within --max-memory."
+            )
+        return [passage for _, _, _, passage in sorted(self.held, key=lambda item: item[1])]
 
 
 def split_passages(texts: Iterable[str]) -> Iterator[str]:
