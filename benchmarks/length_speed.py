@@ -20,8 +20,9 @@ import torch
 from train_speed import OURS, PACKED, Speed, Workload, free_memory, make_settings, measure
 
 from firth import __version__
+from firth.core.chart import Axis, Series, line_chart
 from firth.core.console import say, show_table
-from firth.core.html import HtmlPage, add_plot_legend, make_axes
+from firth.core.html import HtmlPage
 from firth.models import ModelConfig, get_preset
 from firth.models.config import LearnedPosition, SinusoidalPosition
 from firth.objectives import CLM, MLM
@@ -64,18 +65,14 @@ def write_page(title: str, speeds_by_length: dict[int, list[Speed]], path: str) 
     page, speeds_by_length = HtmlPage(title), dict(sorted(speeds_by_length.items()))
     memory = any(s.memory is not None for speeds in speeds_by_length.values() for s in speeds)
     for label, attribute in (("tokens/s", "tokens_per_second"), *([("GiB", "memory")] if memory else [])):
-        figure, axes = make_axes("tokens per row", label)
+        series = []
         for side in (OURS, PACKED):
             points = [
                 (n, getattr(s, attribute)) for n, speeds in speeds_by_length.items() for s in speeds if s.side == side
             ]
-            axes.plot(*zip(*points, strict=True), marker="o", label=side)
-        axes.set_xscale("log", base=2)
-        axes.set_xticks(list(speeds_by_length), [str(length) for length in speeds_by_length])
-        axes.set_ylim(0, 1.05 * axes.get_ylim()[1])  # the highest point is drawn whole
-        axes.yaxis.set_major_formatter("{x:,.12g}")
-        add_plot_legend(axes)
-        page.add_figure(figure, f"{label} by row length")
+            series.append(Series(side, points, dot="circle"))
+        chart = line_chart(series, Axis("tokens per row", 2), Axis(label, low=0.0))
+        page.add_chart(chart, f"{label} by row length")
     page.save(path)
 
 

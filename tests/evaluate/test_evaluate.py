@@ -77,7 +77,7 @@ def test_a_fine_tuned_checkpoint_is_scored(tuned: Path, tmp_path: Path) -> None:
     page = (tmp_path / "out/report.html").read_text(encoding="utf-8")
     assert "true \\ predicted" in page
     assert "Training" in page
-    assert page.count("<svg") == 1
+    assert page.count('<svg class="chart') == 1
     assert ("Mistakes" in page) == (not all(hits))
 
 

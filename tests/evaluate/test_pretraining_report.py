@@ -74,7 +74,7 @@ def test_a_report_is_written_once_and_its_failure_is_a_warning(
         raise RuntimeError("no font")
 
     report.unlink()
-    monkeypatch.setattr("firth.evaluate.pretraining_report.plot_loss_curve", fails)
+    monkeypatch.setattr("firth.evaluate.pretraining_report.loss_chart", fails)
     assert "report" not in firth.pretrain("bert-tiny", text, folder, **again)
     assert "the report could not be written (RuntimeError: no font)" in capsys.readouterr().err
 

@@ -353,7 +353,7 @@ def test_a_slow_dataloader_is_found(shop: Any, monkeypatch: pytest.MonkeyPatch) 
 
 
 def test_the_section_of_the_report() -> None:
-    page = HtmlPage("run", "pretraining.css.j2", "pretrain")
+    page = HtmlPage("run", "pretrain")
     finding = Finding("loss-spikes", "warning", "the loss has spikes", {"text": "<script>x</script>"}, "<b>", "firth x")
     add_doctor_section(page, [finding])
     html = page.to_html()
@@ -361,7 +361,7 @@ def test_the_section_of_the_report() -> None:
     assert "&lt;script&gt;x&lt;/script&gt;" in html
     assert "<script>x" not in html
     assert "<b>" not in html
-    healthy = HtmlPage("run", "pretraining.css.j2", "pretrain")
+    healthy = HtmlPage("run", "pretrain")
     add_doctor_section(healthy, [])
     assert "found nothing wrong" in healthy.to_html()
 

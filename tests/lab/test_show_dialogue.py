@@ -65,7 +65,7 @@ def test_the_terminal_and_the_page(folder: Path, tmp_path: Path, capsys: Any) ->
         "lm", (examples := read_labelled(folder / "chats.jsonl", "lm")), tokenizer, config, FinetuneRecipe()
     )
     (item, _) = task.encode(examples)
-    assert page.count('class="t label predicted"') == len(item.scored_mask)
+    assert page.count('class="chip label predicted"') == len(item.scored_mask)
     assert "<cat>" not in page, "text is escaped"
     assert "Expected and measured" not in page
 

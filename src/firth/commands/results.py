@@ -17,7 +17,6 @@ from firth.core.console import format_count, format_duration
 from firth.core.errors import shorten
 from firth.core.html import HtmlPage
 from firth.core.notebook import (
-    PARTS,
     Result,
     ResultList,
     add_facts,
@@ -52,17 +51,17 @@ class PretrainResult(Result):
     def make_page(self) -> HtmlPage:
         if self.get("dry_run"):
             return super().make_page()
-        from firth.core.html import plot_loss_curve
+        from firth.core.chart import loss_chart
         from firth.evaluate.report import comparable_entropy, loss_series
 
         page = HtmlPage(f"{self.title}: {self['output_dir']}")
         if summary := self.get("summary"):
-            page.add_fragment(PARTS, "lead", f"{summary[0].upper()}{summary[1:]}.")
+            page.add_lead(f"{summary[0].upper()}{summary[1:]}.")
         log = self.log
         if any("loss" in line for line in log):
             entropy = comparable_entropy(Path(self["output_dir"]), self) if "eval_loss" in self else None
             caption = "Loss by step. Thin: training text; with dots: held-out text, which is not trained on."
-            page.add_figure(plot_loss_curve(*loss_series(log), entropy), caption)
+            page.add_chart(loss_chart(*loss_series(log), entropy), caption)
         facts = {name: self[name] for name in MAX_SHOWN_FACTS if self.get(name) is not None}
         add_facts(page, facts | ({"time": format_duration(self["seconds"])} if "seconds" in self else {}))
         for word, near in list(self.get("similar", {}).items())[:5]:
@@ -101,17 +100,15 @@ class FinetuneResult(Result):
             + f" ± {format_metric(metric, arm['std'])}" * (len(arm["seeds"]) > 1)
             for name, arm in arms.items()
         ]
-        page.add_fragment(PARTS, "lead", f"{'; '.join(scores)}, over {format_count(len(self['seeds']), 'seed')}")
+        page.add_lead(f"{'; '.join(scores)}, over {format_count(len(self['seeds']), 'seed')}")
         if len(arms) > 1:
-            from firth.lab.report import ArmScore, plot_arms
+            from firth.lab.report import ArmScore, arm_chart
             from firth.tasks.results import describe_comparison
 
-            scale, unit = (100.0, f"{metric} in %") if is_share_metric(metric) else (1.0, metric)
+            scale, unit = (100.0, f"{metric} (%)") if is_share_metric(metric) else (1.0, metric)
             bars = [ArmScore("", name, 0, [scale * x for x in arm["seeds"]]) for name, arm in arms.items()]
             chance = None if self.get("chance") is None else scale * self["chance"]
-            figure = plot_arms(bars, chance, unit)
-            figure.axes[0].set_xlabel("")
-            page.add_figure(figure, "Bars: the mean. Dots: the seeds.")
+            page.add_chart(arm_chart(bars, chance, unit), "Bars: the mean. Dots: the seeds.")
             page.add_paragraph(describe_comparison(self["comparison"]))
         else:
             self.add_scores(page)

@@ -15,7 +15,7 @@ from typing import Any, TypeVar
 
 from firth.core.console import escape_controls
 from firth.core.errors import shorten
-from firth.core.html import HtmlPage, format_cell, render_template
+from firth.core.html import HtmlPage, format_cell, read_template, render_template
 
 ItemT = TypeVar("ItemT")
 MAX_REPR_CHARS = 70  # characters of a value in a plain listing
@@ -26,7 +26,8 @@ PARTS = "notebook_parts.html.j2"  # macros of the fragments that only notebooks 
 
 def to_notebook_html(page: HtmlPage) -> str:
     """Return the fragments of a page as one element for a notebook."""
-    html = render_template("notebook.html.j2", page=page)
+    style = f"{read_template('notebook.css')}.firth-out {{ {read_template('design.css')} }}"
+    html = render_template("notebook.html.j2", page=page, style=style)
     return html.encode(errors="replace").decode()
 
 
@@ -98,8 +99,7 @@ class ResultList(list[ItemT]):
 
 def add_facts(page: HtmlPage, facts: Mapping[str, Any]) -> None:
     """Add names and values as a table, long values shortened."""
-    rows = [(name.replace("_", " "), format_short(value)) for name, value in facts.items()]
-    page.add_fragment(PARTS, "facts", rows)
+    page.add_facts((name.replace("_", " "), format_short(value)) for name, value in facts.items())
 
 
 def add_note(page: HtmlPage, text: str) -> None:

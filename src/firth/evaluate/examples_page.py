@@ -1,7 +1,7 @@
 """The examples of a report: each one once, with its mistakes marked, and their counts.
 
 A row is made by the function of its task in `ROW_FNS`. Mistakes come first, the surest first where the model gives a
-confidence, then the other examples in the order of the file. Search and filters are in `core/templates/examples.js.j2`.
+confidence, then the other examples in the order of the file. Search and filters are in `core/templates/examples.js`.
 
 | task         | marked                                               | confidence                                     |
 |--------------|------------------------------------------------------|------------------------------------------------|
@@ -94,7 +94,7 @@ def add_examples(page: HtmlPage, task: str, pairs: Sequence[tuple[Example, Predi
     view = "entities" if task == "tag" and marks_entities(labelled) else task
     rows = list(make_rows(view, labelled))
     add_frequent_confusions(page, rows)
-    page.css_template, page.script_template = "examples.css.j2", "examples.js.j2"
+    page.add_script("examples.js")
     page.add_fragment("examples.html.j2", "example_section", make_section(view, rows))
 
 

@@ -9,10 +9,11 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from firth.core.chart import loss_chart
 from firth.core.console import say, track
 from firth.core.errors import UserError, did_you_mean, quote
 from firth.core.files import atomic_folder, create_file
-from firth.core.html import HtmlPage, plot_loss_curve
+from firth.core.html import HtmlPage
 from firth.core.notebook import ResultList, add_bars
 from firth.evaluate.report import format_commands, log_points
 from firth.evaluate.vectors import WordVectors, load_word_vectors, vectors_to_model
@@ -133,9 +134,9 @@ def write_vector_report(folder: Path, name: str, results: dict[str, Any]) -> Pat
     page.add_table(["word", "nearest words"], [(word, ", ".join(near)) for word, near in results["similar"].items()])
     losses = log_points(read_log(folder / "log.jsonl"), "loss")
     if len(losses) > 1:
-        page.add_figure(plot_loss_curve(losses, []), "Loss by step.")
-    facts = [(key, value) for key, value in results.items() if not isinstance(value, dict | list)]
-    page.add_table(["", ""], facts, "The run.")
+        page.add_chart(loss_chart(losses, [], y_name="loss"), "Loss by step.")
+    page.add_heading("The run")
+    page.add_facts((key, value) for key, value in results.items() if not isinstance(value, dict | list))
     page.add_heading("Next")
     page.add_code(format_commands(next_vector_commands(folder, results["similar"])))
     page.add_heading("Recipe")

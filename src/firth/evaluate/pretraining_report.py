@@ -20,12 +20,13 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
+from firth.core.chart import Point, loss_chart
 from firth.core.console import format_count, format_duration, quiet, say
 from firth.core.errors import UserError
 from firth.core.files import MODEL_CARD_FILE, read_object, read_utf8, read_yaml
-from firth.core.html import HtmlPage, format_cell, plot_loss_curve
+from firth.core.html import HtmlPage, format_cell
 from firth.evaluate.card import write_model_card
-from firth.evaluate.report import Point, add_source_table, format_commands, loss_series
+from firth.evaluate.report import add_source_table, format_commands, loss_series
 from firth.generate import fill, generate_results
 from firth.generate.config import GenerationConfig
 from firth.generate.ngram import generate_ngram_results
@@ -143,11 +144,11 @@ def write_ngram_report(folder: Path, results: Mapping[str, Any]) -> dict[str, st
     recipe = read_yaml(folder / "recipe.yaml")
     shards, final = open_shards(recipe["data"]), folder / "final"
     passages = find_passages(shards, fills=False, max_length=None)
-    page = HtmlPage(f"n-grams up to order {len(results['ngrams'])}", "pretraining.css.j2", "pretrain")
+    page = HtmlPage(f"n-grams up to order {len(results['ngrams'])}", "pretrain")
     loss, is_held_out = find_token_loss(results)
     source = "held-out text" if is_held_out else "the training text (no text is held out)"
     entropy, summary = results["unigram_entropy"], compare_loss(loss, results["unigram_entropy"])
-    page.add_fragment("pretraining.html.j2", "lead", f"{summary[0].upper()}{summary[1:]}.")
+    page.add_lead(f"{summary[0].upper()}{summary[1:]}.")
     page.add_paragraph(
         f"On {source} the loss is {loss:.2f} nats per token; token frequencies alone have {entropy:.2f}."
     )
@@ -174,16 +175,16 @@ def write_pretraining_report(
 ) -> None:
     """Write report.html; `checkpoint` is the trained model, whose samples are shown; `findings` are the doctor's."""
     shards, log = open_recipe_shards(recipe), read_log(folder / "log.jsonl")
-    page = HtmlPage(f"{recipe.model.family} on {describe_text(folder, recipe)}", "pretraining.css.j2", "pretrain")
+    page = HtmlPage(f"{recipe.model.family} on {describe_text(folder, recipe)}", "pretrain")
     if results["steps"] < recipe.max_steps:
         page.add_paragraph(
             f"This run stopped at step {results['steps']:,} of {recipe.max_steps:,}. The same command with --resume "
             "continues it, and replaces this page."
         )
     summary = summarize_loss(recipe, results)
-    page.add_fragment("pretraining.html.j2", "lead", f"{summary[0].upper()}{summary[1:]}.")
+    page.add_lead(f"{summary[0].upper()}{summary[1:]}.")
     page.add_paragraph(" ".join([*describe_loss(recipe, results), *describe_trend(log)]))
-    page.add_table(["", ""], list(run_facts(recipe, results, shards).items()))
+    page.add_facts(run_facts(recipe, results, shards))
     add_loss_section(page, recipe, results, log)
     if findings is not None:
         add_doctor_section(page, findings)
@@ -362,7 +363,7 @@ def add_loss_section(
     train, held_out = loss_series(log)
     entropy = comparable_unigram_entropy(recipe, results)
     line = " The dashed line is a model of token frequencies alone." if entropy is not None else ""
-    page.add_figure(plot_loss_curve(train, held_out, entropy), f"Loss by step, in nats per predicted token.{line}")
+    page.add_chart(loss_chart(train, held_out, entropy), f"Loss by step, in nats per predicted token.{line}")
     if rows := loss_part_rows(results):
         page.add_table(["part", "training", "held out", "what is predicted"], rows, "The parts of the loss at the end.")
     add_source_table(page, results)

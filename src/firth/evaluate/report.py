@@ -10,9 +10,10 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from firth.core.chart import Axis, Point, Reference, Series, histogram, line_chart, loss_chart
 from firth.core.console import say
 from firth.core.files import MODEL_CARD_FILE, format_bytes, read_object, read_utf8, read_yaml
-from firth.core.html import HtmlPage, make_axes, plot_loss_curve
+from firth.core.html import HtmlPage
 from firth.core.parse import parse_yaml
 from firth.evaluate.card import write_model_card
 from firth.evaluate.examples_page import CLASS_TASKS, NO_LABEL, PAIR_TASKS, add_examples
@@ -52,16 +53,13 @@ REPORT_RESULT_KEYS = (
 )
 
 
-Point = tuple[float, float]  # a step and a loss
-
-
 def write_evaluation_report(
     path: Path, result: Mapping[str, Any], examples: Sequence[Example], predictions: Sequence[Prediction]
 ) -> None:
     """Write the report of one evaluation."""
     task = result["task"]
     page = HtmlPage(f"{task}: {Path(str(result['data'])).name}")
-    page.add_table(["", ""], [(name, format_list(result[name])) for name in REPORT_RESULT_KEYS if name in result])
+    page.add_facts((name, format_list(result[name])) for name in REPORT_RESULT_KEYS if name in result)
     if result["metrics"]:
         page.add_heading("Scores")
         if "std" in result:
@@ -90,12 +88,14 @@ def add_in_context_scores(page: HtmlPage, result: Mapping[str, Any]) -> None:
 
 def add_induction_figure(page: HtmlPage, result: Mapping[str, Any]) -> None:
     """Loss by position of a random sequence, repeated and not."""
-    figure, axes = make_axes("position in the copy", "loss (nats per token)")
-    for key, name in (("unrepeated_loss_by_position", "not repeated"), ("repeated_loss_by_position", "repeated")):
-        axes.plot(result[key], label=name)
-    axes.axhline(result["uniform_loss"], linestyle="--", color="black", linewidth=1, label="uniform guess")
-    axes.legend()
-    page.add_figure(figure, "Loss on random tokens. A model with induction copies them, and the second curve falls.")
+    names = {"unrepeated_loss_by_position": "not repeated", "repeated_loss_by_position": "repeated"}
+    chart = line_chart(
+        [Series(name, list(enumerate(result[key]))) for key, name in names.items()],
+        Axis("position in the copy (tokens)"),
+        Axis("loss (nats per token)"),
+        [Reference("uniform guess", result["uniform_loss"])],
+    )
+    page.add_chart(chart, "Loss on random tokens. A model with induction copies them, and the second curve falls.")
 
 
 def write_run_report_and_card(folder: Path, result: Mapping[str, Any], examples: Sequence[Example]) -> Path:
@@ -115,7 +115,7 @@ def write_run_report(folder: Path, result: Mapping[str, Any], examples: Sequence
     facts = {"checkpoint": f"{settings['checkpoint']} ({start})", "train": settings["train"], "dev": settings["dev"]}
     if len(result.get("chain", ())) > 1:
         facts["chain"] = describe_chain(result["chain"])
-    page.add_table(["", ""], [*facts.items(), ("dev examples", len(examples)), ("steps", format_list(result["steps"]))])
+    page.add_facts([*facts.items(), ("dev examples", len(examples)), ("steps", format_list(result["steps"]))])
     page.add_heading("Scores")
     columns, rows = seed_table(result)
     caption = f"Scores on dev. final/ is seed {result['best_seed']}, the best by {result['metric']}."
@@ -296,12 +296,11 @@ def add_margin_figure(page: HtmlPage, predictions: Sequence[Any]) -> None:
     if not margins:
         return
     page.add_heading("Margins")
-    figure, axes = make_axes("reward of the chosen answer less that of the rejected one", "pairs")
-    axes.hist(margins, bins=min(40, max(5, len(margins) // 4)))
-    axes.axvline(0.0, linestyle="--", color="black", linewidth=1)
+    x = Axis("margin: reward of the chosen answer less that of the rejected one")
+    chart = histogram(margins, min(40, max(5, len(margins) // 4)), x, Axis("pairs"), [Reference("no preference", 0.0)])
     right = sum(margin > 0 for margin in margins)
     share = format_metric("accuracy", right / len(margins))
-    page.add_figure(figure, f"{right:,} of {len(margins):,} pairs ({share}) are on the right side of 0.")
+    page.add_chart(chart, f"{right:,} of {len(margins):,} pairs ({share}) are on the right side of 0.")
 
 
 def format_list(value: Any) -> Any:
@@ -345,9 +344,8 @@ def add_loss_curves(page: HtmlPage, checkpoint: Path) -> None:
     if any(train.values()):
         results = read_object(run / "results.json") if (run / "results.json").is_file() else {}
         page.add_heading("Training")
-        figure = plot_loss_curve(train, held_out, comparable_entropy(run, results))
-        figure.axes[0].set_ylabel("loss")  # per example, not always per token
-        page.add_figure(figure, "Loss of the run that made this checkpoint.")
+        chart = loss_chart(train, held_out, comparable_entropy(run, results), "loss")  # not always per token
+        page.add_chart(chart, "Loss of the run that made this checkpoint.")
         add_pair_curves(page, lines)
         add_source_table(page, results)
     scores = [
@@ -372,12 +370,8 @@ def add_pair_curves(page: HtmlPage, logs: Mapping[str, Sequence[Mapping[str, Any
     if not any("margin" in line for log in steps.values() for line in log):
         return
     for metric, caption in captions.items():
-        figure, axes = make_axes("step", metric)
-        for name, log in steps.items():
-            axes.plot(*zip(*log_points(log, metric), strict=True), label=name)
-        if len(steps) > 1:
-            axes.legend()
-        page.add_figure(figure, caption)
+        series = [Series(name, log_points(log, metric)) for name, log in steps.items()]
+        page.add_chart(line_chart(series, Axis("step"), Axis(metric)), caption)
 
 
 def loss_series(log: Sequence[Mapping[str, Any]]) -> tuple[dict[str, list[Point]], dict[str, list[Point]]]:

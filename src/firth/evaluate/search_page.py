@@ -6,22 +6,20 @@ of different lengths, so each rung has a plot of its own.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from firth.core.chart import Axis, Chart, LegendEntry, ParallelAxis, Row, Series, line_chart, parallel_chart, row_chart
 from firth.core.console import format_count, format_duration
-from firth.core.html import INK_SENTINEL_COLOUR, PLOT_COLOURS, HtmlPage, add_plot_legend, make_axes
+from firth.core.html import HtmlPage
 from firth.metrics import format_metric
 from firth.tasks.rate_trial import format_loss
 from firth.tasks.search import DIMENSION_WORDS
 
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
-
 SEARCH_PAGE = "search.html"
-KEPT_COLOUR, CHOSEN_COLOUR = PLOT_COLOURS[0], PLOT_COLOURS[1]
-DROPPED_ALPHA = 0.45
+KEPT_COLOUR, CHOSEN_COLOUR = 0, 1
 LOG_DIMENSIONS = ("learning_rate", "num_train_epochs", "per_device_train_batch_size")
 
 
@@ -31,15 +29,15 @@ def write_search_page(folder: Path, result: Mapping[str, Any]) -> Path:
     page = HtmlPage(f"Search: {len(search['settings'])} settings")
     add_choice_section(page, result)
     page.add_heading("What was tried")
-    page.add_figure(
-        plot_rungs(search),
+    page.add_charts(
+        rung_charts(search),
         "Held-out loss by learning rate, one plot for each rung. Filled dots were kept, hollow ones dropped; a line is "
         "one standard error over the held-out batches. A rung trains longer than the one before it, so that losses "
         "compare within a rung. Settings compete with those of as many epochs.",
     )
     if len(search["fields"]) > 1:
-        page.add_figure(
-            plot_parallel(search),
+        page.add_chart(
+            settings_chart(search),
             "Each line is a setting, through its value of everything that was varied. The last axis is the rung that "
             "the setting reached.",
         )
@@ -78,8 +76,8 @@ def add_finalists_section(page: HtmlPage, result: Mapping[str, Any]) -> None:
     finals = final_trials(search)
     page.add_heading("How sure is the choice?")
     if all(trial["score"] is not None for trial in finals):
-        page.add_figure(
-            plot_finalists(result),
+        page.add_chart(
+            finalists_chart(result),
             f"{metric} of the finalists on {search['held_out_examples']:,} held-out examples of train, with one "
             "standard error over these examples, and of the seeds of the chosen setting on dev.",
         )
@@ -179,133 +177,79 @@ def format_share(share: float) -> str:
     return "all" if share == 1 else f"1/{round(1 / share)}"
 
 
-# --- figures --------------------------------------------------------------------------------------------------------
+# --- charts ---------------------------------------------------------------------------------------------------------
 
 
-def plot_rungs(search: Mapping[str, Any]) -> Figure:
-    """Loss by rate, one plot for each rung."""
-    from matplotlib.ticker import NullLocator
-
-    figure, first = make_axes("", "held-out loss")
-    figure.delaxes(first)
-    num_rungs, default = len(search["rungs"]), search["settings"][0]["learning_rate"]
-    rates = sorted(setting["learning_rate"] for setting in search["settings"])
-    panels = figure.subplots(1, num_rungs, sharex=True, squeeze=False)[0]
-    for rung, axes in enumerate(panels):
-        share = format_share(search["rungs"][rung]["share"])
-        axes.set_title(f"rung {rung + 1}: {share} of the steps", fontsize=9)
-        axes.set_xscale("log")
-        axes.set_xticks([rates[0], default, rates[-1]], [f"{rate:.2g}" for rate in (rates[0], default, rates[-1])])
-        axes.xaxis.set_minor_locator(NullLocator())
-        axes.set_xlabel("learning rate")
-        axes.spines[["top", "right"]].set_visible(False)
-        axes.grid(axis="y", color=INK_SENTINEL_COLOUR, alpha=0.12, linewidth=0.8)
-        for trial in search["trials"]:
-            if trial["rung"] == rung and trial["loss"] is not None:
-                plot_trial(axes, search, trial)
-    panels[0].set_ylabel("held-out loss")
-    return figure
-
-
-def plot_trial(axes: Any, search: Mapping[str, Any], trial: Mapping[str, Any]) -> None:
-    is_chosen = trial["setting"] == search["chosen"]
-    is_last = trial["rung"] == len(search["rungs"]) - 1
-    is_kept = is_chosen if is_last else reached_rung(search, trial["setting"]) > trial["rung"]
-    colour = CHOSEN_COLOUR if is_chosen else KEPT_COLOUR
-    axes.errorbar(
-        search["settings"][trial["setting"]]["learning_rate"],
-        trial["loss"],
-        yerr=trial["loss_error"],
-        fmt="D" if is_chosen else "o",
-        markersize=6 if is_chosen else 5,
-        color=colour,
-        markerfacecolor=colour if is_kept else "none",
-        alpha=1.0 if is_kept else DROPPED_ALPHA,
-        elinewidth=1,
-    )
+def rung_charts(search: Mapping[str, Any]) -> list[Chart]:
+    """Loss by rate, one chart for each rung."""
+    charts = []
+    for rung, facts in enumerate(search["rungs"]):
+        trials = [t for t in search["trials"] if t["rung"] == rung and t["loss"] is not None]
+        groups: dict[str, list[Mapping[str, Any]]] = {"dropped": [], "kept": [], "chosen": []}
+        for trial in trials:
+            groups[trial_outcome(search, trial)].append(trial)
+        series = [
+            Series(
+                name,
+                [(search["settings"][t["setting"]]["learning_rate"], t["loss"]) for t in own],
+                CHOSEN_COLOUR if name == "chosen" else KEPT_COLOUR,
+                "none",
+                {"dropped": "hollow", "kept": "circle", "chosen": "diamond"}[name],
+                [t["loss_error"] for t in own],
+            )
+            for name, own in groups.items()
+            if own
+        ]
+        chart = line_chart(series, Axis("learning rate", 10), Axis("held-out loss"), height=200)
+        charts.append(chart._replace(label=f"Rung {rung + 1}: {format_share(facts['share'])} of the steps"))
+    return charts
 
 
-def plot_parallel(search: Mapping[str, Any]) -> Figure:
-    """Parallel coordinates: one axis for each varied dimension, one line for each setting."""
-    import numpy as np
+def trial_outcome(search: Mapping[str, Any], trial: Mapping[str, Any]) -> str:
+    """Whether a setting was chosen, kept for the next rung, or dropped after this one."""
+    if trial["setting"] == search["chosen"]:
+        return "chosen"
+    return "kept" if reached_rung(search, trial["setting"]) > trial["rung"] else "dropped"
 
-    names, num_rungs = list(search["fields"]), len(search["rungs"])
-    figure, axes = make_axes("", "")
-    axes.grid(visible=False)
-    axes.spines[["left", "bottom"]].set_visible(False)
-    axes.set_yticks([])
-    columns = []
-    for x, name in enumerate(names):
-        values = [dimension_value(name, setting) for setting in search["settings"]]
-        scale = np.log if name in LOG_DIMENSIONS else np.asarray
-        columns.append(unit_scale(scale(values)))
-        ticks = sorted(set(values)) if len(set(values)) <= 5 else [min(values), max(values)]
-        heights = unit_scale(scale([*ticks]), scale([min(values), max(values)]))
-        draw_axis(axes, x, heights, [format_tick(name, tick) for tick in ticks])
-    reached = [reached_rung(search, i) for i in range(len(search["settings"]))]
-    columns.append([rung / max(num_rungs - 1, 1) for rung in reached])
-    draw_axis(
-        axes, len(names), [r / max(num_rungs - 1, 1) for r in range(num_rungs)], [f"{r + 1}" for r in range(num_rungs)]
-    )
-    axes.set_xticks(range(len(names) + 1), [*(DIMENSION_WORDS[name] for name in names), "rung reached"])
-    axes.tick_params(axis="x", length=0)
-    for i in sorted(range(len(reached)), key=lambda i: (i == search["chosen"], reached[i])):
-        is_chosen = i == search["chosen"]
-        axes.plot(
-            range(len(columns)),
-            [column[i] for column in columns],
-            color=CHOSEN_COLOUR if is_chosen else KEPT_COLOUR,
-            linewidth=2.5 if is_chosen else 1.2,
-            alpha=1.0 if is_chosen else 0.25 + 0.5 * reached[i] / max(num_rungs - 1, 1),
-            label="chosen" if is_chosen else "_",
+
+def settings_chart(search: Mapping[str, Any]) -> Chart:
+    """Parallel axes: one for each varied dimension, one line for each setting. The chosen one is drawn last."""
+    chosen = search["chosen"]
+    order = sorted(range(len(search["settings"])), key=lambda i: (i == chosen, reached_rung(search, i)))
+    settings = [search["settings"][i] for i in order]
+    axes = [
+        ParallelAxis(
+            DIMENSION_WORDS[name],
+            [dimension_value(name, setting) for setting in settings],
+            [format_value(name, setting) for setting in settings],
+            10 if name in LOG_DIMENSIONS else 0,
         )
-    add_plot_legend(axes)
-    return figure
+        for name in search["fields"]
+    ]
+    rungs = [reached_rung(search, i) + 1 for i in order]
+    axes.append(ParallelAxis("rung reached", rungs, [f"{rung}" for rung in rungs]))
+    names = [f"setting {i + 1}" + (" (chosen)" if i == chosen else "") for i in order]
+    colours = [CHOSEN_COLOUR if i == chosen else KEPT_COLOUR for i in order]
+    legend = [LegendEntry("chosen", CHOSEN_COLOUR, "solid"), LegendEntry("others", KEPT_COLOUR, "thin")]
+    return parallel_chart(axes, names, colours)._replace(legend=legend)
 
 
-def draw_axis(axes: Any, x: float, heights: Sequence[float], labels: Sequence[str]) -> None:
-    """Draw one vertical axis of the parallel coordinates, with its ticks."""
-    axes.axvline(x, color=INK_SENTINEL_COLOUR, alpha=0.5, linewidth=1)
-    for height, label in zip(heights, labels, strict=True):
-        axes.plot([x - 0.02, x], [height, height], color=INK_SENTINEL_COLOUR, alpha=0.5, linewidth=1)
-        axes.text(x - 0.035, height, label, ha="right", va="center", fontsize=8)
-
-
-def unit_scale(values: Any, limits: Any = None) -> list[float]:
-    """Scale values to [0, 1], by the lowest and the highest of `limits`; equal ones are in the middle."""
-    low, high = min(values if limits is None else limits), max(values if limits is None else limits)
-    return [0.5 if high == low else float((value - low) / (high - low)) for value in values]
-
-
-def format_tick(name: str, value: float) -> str:
-    return f"{100 * value:g}%" if name == "warmup_steps" else f"{value:.3g}"
-
-
-def plot_finalists(result: Mapping[str, Any]) -> Figure:
+def finalists_chart(result: Mapping[str, Any]) -> Chart:
     """Scores of the finalists on the split, and of the seeds on dev, as rows."""
     search, metric = result["search"], result["metric"]
-    figure, axes = make_axes(metric, "")
-    axes.xaxis.set_major_formatter(lambda value, _: format_metric(metric, value))
-    axes.grid(visible=False, axis="y")
-    axes.grid(axis="x", color=INK_SENTINEL_COLOUR, alpha=0.12, linewidth=0.8)
-    finals, labels = final_trials(search), []
-    for y, trial in enumerate(finals):
-        is_chosen = trial["setting"] == search["chosen"]
-        axes.errorbar(
+    rows = [
+        Row(
+            f"setting {trial['setting'] + 1} on the split"
+            + (", chosen" if trial["setting"] == search["chosen"] else ""),
             trial["score"],
-            y,
-            xerr=trial["score_error"],
-            fmt="D" if is_chosen else "o",
-            color=CHOSEN_COLOUR if is_chosen else KEPT_COLOUR,
-            markersize=6,
-            elinewidth=1.5,
-            capsize=3,
+            error=trial["score_error"],
+            colour=CHOSEN_COLOUR if trial["setting"] == search["chosen"] else KEPT_COLOUR,
+            is_bar=False,
         )
-        labels.append(f"setting {trial['setting'] + 1} on the split" + (", chosen" if is_chosen else ""))
+        for trial in final_trials(search)
+    ]
     seeds = [seed for seed in result["seeds"] if seed is not None and seed == seed]  # a diverged one has no score
-    axes.plot(seeds, [len(finals)] * len(seeds), "|", markersize=16, markeredgewidth=2, color=CHOSEN_COLOUR)
-    labels.append(f"chosen, {format_count(len(seeds), 'seed')} on dev")
-    axes.set_yticks(range(len(labels)), labels)
-    axes.set_ylim(len(labels) - 0.5, -0.5)
-    figure.set_size_inches(7.2, 1.0 + 0.45 * len(labels))
-    return figure
+    name = f"chosen, {format_count(len(seeds), 'seed')} on dev"
+    rows.append(Row(name, None, seeds, colour=CHOSEN_COLOUR, is_bar=False))
+    number = partial(format_metric, metric)
+    return row_chart(rows, Axis(metric, format=number, tick_format=number), columns=("", metric, "error or seeds"))

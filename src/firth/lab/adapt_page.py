@@ -39,10 +39,8 @@ def write_adaptation_report(folder: Path, results: Mapping[str, Any]) -> dict[st
     recipe, final = load_recipe(folder / "recipe.yaml", Recipe), folder / "final"
     if not (final / MODEL_CARD_FILE).exists():  # it may have been edited
         write_model_card(final)
-    page = HtmlPage(
-        f"{Path(results['checkpoint']).parent.name} adapted to {results['data']}", "pretraining.css.j2", "adapt"
-    )
-    page.add_fragment("pretraining.html.j2", "lead", f"{results['summary'][0].upper()}{results['summary'][1:]}.")
+    page = HtmlPage(f"{Path(results['checkpoint']).parent.name} adapted to {results['data']}", "adapt")
+    page.add_lead(f"{results['summary'][0].upper()}{results['summary'][1:]}.")
     add_measures(page, results)
     add_fragmentation(page, results, folder)
     shards, log = open_recipe_shards(recipe), read_log(folder / "log.jsonl")

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from itertools import cycle
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-import numpy as np
-
+from firth.core.chart import Axis, Chart, Row, Series, line_chart, row_chart
 from firth.core.console import format_count
-from firth.core.html import INK_SENTINEL_COLOUR, PLOT_COLOURS, HtmlPage, add_plot_legend, escape_mathtext, make_axes
+from firth.core.html import HtmlPage
 from firth.lab.check import MAX_USEFUL_EPOCHS, TOKENS_PER_PARAMETER, CorpusCheck
 from firth.lab.check_text import (
     FIT_COLUMNS,
@@ -26,9 +24,6 @@ from firth.lab.check_text import (
 )
 from firth.tokens.fertility import TokenizerFit
 
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
-
 MAX_FREQUENT_WORDS = 15  # rows of the table of frequent words
 MIN_VISIBLE_SHARE = 0.001  # smaller shares are merged into "others"
 
@@ -40,7 +35,7 @@ def save_check_page(check: CorpusCheck, path: Path) -> None:
 
 def make_check_page(check: CorpusCheck) -> HtmlPage:
     """Return a page with advice, the text, findings, tokenizers and models."""
-    page = HtmlPage("Check of a corpus", "check.css.j2", "check")
+    page = HtmlPage("Check of a corpus", "check")
     page.add_paragraph(check.reading)
     page.add_fragment("check.html.j2", "advice", check.advice)
     if check.commands:
@@ -57,21 +52,21 @@ def make_check_page(check: CorpusCheck) -> HtmlPage:
 
 def add_corpus_section(page: HtmlPage, corpus_stats: dict[str, Any]) -> None:
     page.add_heading("The text")
-    page.add_table(["", ""], corpus_stat_rows(corpus_stats))
+    page.add_facts(corpus_stat_rows(corpus_stats))
     if len(shares := merge_small_shares(corpus_stats["scripts"])) > 1:
-        page.add_figure(share_bar_plot(shares), "Of the letters, the share of each script.")
-    page.add_figure(
-        zipf_plot(corpus_stats["zipf"]),
+        page.add_chart(share_chart(shares), "Of the letters, the share of each script.")
+    page.add_chart(
+        zipf_chart(corpus_stats["zipf"]),
         "Zipf's law: how often a word occurs, by its rank. Natural text falls with an exponent near 1; a flat or "
         "broken line is a sign of lists, codes or text that was copied many times.",
     )
-    page.add_figure(
-        heaps_plot(corpus_stats["heaps"]),
+    page.add_chart(
+        heaps_chart(corpus_stats["heaps"]),
         "Heaps' law: different words against all words. The steeper, the more words are missing from a vocabulary; a "
         "step is a sign of a part in another language or of another kind.",
     )
-    page.add_figure(
-        quantile_plot(corpus_stats["document_words"]), "Words of a document: the share of documents up to this length."
+    page.add_chart(
+        quantile_chart(corpus_stats["document_words"]), "Words of a document: the share of documents up to this length."
     )
     share = 100 / max(corpus_stats["words"], 1)
     rows = [
@@ -112,7 +107,7 @@ def add_leaks_section(page: HtmlPage, leaks: dict[str, Any]) -> None:
         "An example is word for word in the text when all of its 13-grams of words are, ignoring case and punctuation. "
         "Examples of 5 to 12 words are compared as a whole; shorter ones are not compared."
     )
-    page.add_table(["", ""], leak_rows(leaks))
+    page.add_facts(leak_rows(leaks))
     if rows := leak_example_rows(leaks["found"]):
         page.add_table(LEAK_COLUMNS, rows, "The worst of them, each with the document that has most of it.")
 
@@ -131,10 +126,10 @@ def add_tokenizers_section(page: HtmlPage, check: CorpusCheck) -> None:
     page.add_table(FIT_COLUMNS, [fit_row(fit, fit.name == check.chosen) for fit in check.fits])
     for sentence in check.left_out:
         page.add_paragraph(f"Left out: {sentence}")
-    page.add_figure(
-        fertility_plot(check.fits), "Pieces per word by vocabulary size: the fewer, the more text fits into a row."
+    page.add_chart(
+        fertility_chart(check.fits), "Pieces per word by vocabulary size: the fewer, the more text fits into a row."
     )
-    page.add_figure(row_length_plot(check.fits), "Documents that fit uncut into a row, by row length in tokens.")
+    page.add_chart(row_length_chart(check.fits), "Documents that fit uncut into a row, by row length in tokens.")
     for fit in [*(fit for fit in check.fits if fit.given and fit.name != check.chosen), chosen_fit(check)]:
         page.add_table(["word", "times", "pieces", "as"], worst_split_rows(fit), f"Words that {fit.name} splits worst.")
         for name, counts in (("unknown to", fit.unknown_texts), ("lost by", fit.lost_characters)):
@@ -157,7 +152,7 @@ def add_models_section(page: HtmlPage, check: CorpusCheck) -> None:
     )
 
 
-# --- plots --------------------------------------------------------------------------------------------------------
+# --- charts --------------------------------------------------------------------------------------------------------
 
 
 def merge_small_shares(shares: dict[str, float]) -> dict[str, float]:
@@ -171,107 +166,76 @@ def merge_small_shares(shares: dict[str, float]) -> dict[str, float]:
     return {**visible, "others": rest} if rest >= MIN_VISIBLE_SHARE else visible
 
 
-def share_bar_plot(shares: dict[str, float]) -> Figure:
-    """Return a horizontal bar plot, the largest share on top."""
-    items = list(shares.items())
-    figure, axes = make_axes("share of the letters", "")
-    figure.set_figheight(1.1 + 0.3 * len(items))
-    names = [name for name, _ in items][::-1]
-    values = [share for _, share in items][::-1]
-    bars = axes.barh(names, values, color=PLOT_COLOURS[0], height=0.6)
-    axes.bar_label(bars, [f" {value:.2%}" for value in values], color=INK_SENTINEL_COLOUR, fontsize=9)
-    axes.set_xlim(0, 1.12)
-    axes.grid(visible=False)
-    return figure
-
-
-def zipf_plot(zipf: dict[str, Any]) -> Figure:
-    figure, axes = make_axes("rank of the word", "times")
-    ranks, heights = points_to_columns(zipf["points"])
-    axes.loglog(ranks, heights, color=PLOT_COLOURS[0], linewidth=2, label="words")
-    if zipf["exponent"] is not None:
-        ends = np.array([zipf["from_rank"], zipf["to_rank"]], dtype=float)
-        line = zipf["factor"] * ends ** -zipf["exponent"]
-        axes.loglog(
-            ends, line, color=PLOT_COLOURS[1], linestyle="--", label=f"rank to the power of −{zipf['exponent']:.2f}"
-        )
-    add_plot_legend(axes)
-    return figure
-
-
-def heaps_plot(heaps: dict[str, Any]) -> Figure:
-    figure, axes = make_axes("words read", "different words")
-    words, types = points_to_columns(heaps["points"])
-    axes.loglog(words, types, color=PLOT_COLOURS[0], linewidth=2, label="different words")
-    if heaps["exponent"] is not None:
-        ends = words[words >= 1000][[0, -1]].astype(float)
-        line = heaps["factor"] * ends ** heaps["exponent"]
-        axes.loglog(
-            ends, line, color=PLOT_COLOURS[1], linestyle="--", label=f"words to the power of {heaps['exponent']:.2f}"
-        )
-    add_plot_legend(axes)
-    return figure
-
-
-def points_to_columns(points: Sequence[Sequence[int]]) -> tuple[np.ndarray, np.ndarray]:
-    both = np.array(points, dtype=np.int64).reshape(-1, 2)
-    return both[:, 0], both[:, 1]
-
-
-def quantile_plot(lengths: dict[str, float]) -> Figure:
-    """Return the cumulative distribution of document lengths, at a few quantiles."""
-    from matplotlib.ticker import NullFormatter
-
-    figure, axes = make_axes("words", "share of the documents")
-    names = {"p5": 0.05, "p25": 0.25, "median": 0.5, "p75": 0.75, "p95": 0.95, "p99": 0.99, "largest": 1.0}
-    axes.plot([max(lengths[n], 1) for n in names], list(names.values()), color=PLOT_COLOURS[0], linewidth=2, marker="o")
-    axes.set_xscale("log")
-    axes.xaxis.set_major_formatter(format_whole_number)
-    axes.xaxis.set_minor_formatter(
-        format_whole_number if lengths["largest"] < 10 * max(lengths["p5"], 1) else NullFormatter()
+def share_chart(shares: dict[str, float]) -> Chart:
+    """Return a bar for each share, the largest on top."""
+    rows = [Row(name, share) for name, share in shares.items()]
+    return row_chart(
+        rows,
+        Axis("share of the letters", low=0.0, high=1.0, format=format_share, tick_format=format_share),
+        columns=("", "share", ""),
     )
-    axes.set_ylim(0, 1.05)
-    return figure
 
 
-def format_whole_number(value: float, _: float | None = None) -> str:
-    return f"{value:,.0f}"
+def format_share(value: float) -> str:
+    """
+    >>> format_share(0.2), format_share(0.98765)
+    ('20%', '98.77%')
+    """
+    return f"{100 * value:.4g}%"
 
 
-def fertility_plot(fits: Sequence[TokenizerFit]) -> Figure:
-    figure, axes = make_axes("tokens in the vocabulary", "pieces per word")
-    kinds = list(dict.fromkeys(fit.kind for fit in fits if not fit.given))
-    for kind, colour in zip(kinds, cycle(PLOT_COLOURS)):
-        line = sorted((fit.vocab_size, fit.pieces_per_word) for fit in fits if fit.kind == kind and not fit.given)
-        axes.plot(*zip(*line, strict=True), color=colour, linewidth=2, marker="o", label=kind)
+def zipf_chart(zipf: dict[str, Any]) -> Chart:
+    series = [Series("words", to_points(zipf["points"]))]
+    if zipf["exponent"] is not None:
+        ends = [float(zipf["from_rank"]), float(zipf["to_rank"])]
+        fitted = [(rank, zipf["factor"] * rank ** -zipf["exponent"]) for rank in ends]
+        name = f"rank to the power of −{zipf['exponent']:.2f}"
+        series.append(Series(name, fitted, line="dashed", has_marks=False))
+    return line_chart(series, Axis("rank of the word", 10), Axis("times", 10))
+
+
+def heaps_chart(heaps: dict[str, Any]) -> Chart:
+    points = to_points(heaps["points"])
+    series = [Series("different words", points)]
+    if heaps["exponent"] is not None:
+        words = [words for words, _ in points if words >= 1000]
+        fitted = [(end, heaps["factor"] * end ** heaps["exponent"]) for end in (words[0], words[-1])]
+        name = f"words to the power of {heaps['exponent']:.2f}"
+        series.append(Series(name, fitted, line="dashed", has_marks=False))
+    return line_chart(series, Axis("words read", 10), Axis("different words", 10))
+
+
+def to_points(points: Sequence[Sequence[int]]) -> list[tuple[float, float]]:
+    return [(float(x), float(y)) for x, y in points]
+
+
+def quantile_chart(lengths: dict[str, float]) -> Chart:
+    """Return the cumulative distribution of document lengths, at a few quantiles."""
+    names = {"p5": 0.05, "p25": 0.25, "median": 0.5, "p75": 0.75, "p95": 0.95, "p99": 0.99, "largest": 1.0}
+    points = [(max(lengths[name], 1), share) for name, share in names.items()]
+    y = Axis("share of the documents", low=0.0, high=1.05, format=format_share, tick_format=format_share)
+    return line_chart([Series("", points, dot="circle")], Axis("words", 10), y)
+
+
+def fertility_chart(fits: Sequence[TokenizerFit]) -> Chart:
+    kinds = dict.fromkeys(fit.kind for fit in fits if not fit.given)
+    series = [
+        Series(
+            kind,
+            sorted((fit.vocab_size, fit.pieces_per_word) for fit in fits if fit.kind == kind and not fit.given),
+            dot="circle",
+        )
+        for kind in kinds
+    ]
     for fit in (fit for fit in fits if fit.given):
-        axes.plot(
-            [fit.vocab_size],
-            [fit.pieces_per_word],
-            "D",
-            color=PLOT_COLOURS[5],
-            label=escape_mathtext(f"{fit.name} (given)"),
-        )
-    axes.set_xscale("log", base=2)
-    axes.xaxis.set_major_formatter(format_whole_number)
-    add_plot_legend(axes)
-    return figure
+        point = (fit.vocab_size, fit.pieces_per_word)
+        series.append(Series(f"{fit.name} (given)", [point], line="none", dot="diamond"))
+    return line_chart(series, Axis("tokens in the vocabulary", 2), Axis("pieces per word"))
 
 
-def row_length_plot(fits: Sequence[TokenizerFit]) -> Figure:
-    figure, axes = make_axes("tokens in a row", "share of the documents")
+def row_length_chart(fits: Sequence[TokenizerFit]) -> Chart:
     best = {fit.kind: fit for fit in sorted(fits, key=lambda fit: fit.vocab_size) if not fit.given}
-    for fit, colour in zip([*best.values(), *(fit for fit in fits if fit.given)], cycle(PLOT_COLOURS)):
-        axes.plot(
-            list(fit.rows),
-            list(fit.rows.values()),
-            color=colour,
-            linewidth=2,
-            marker="o",
-            label=escape_mathtext(fit.name),
-        )
-    axes.set_xscale("log", base=2)
-    axes.xaxis.set_major_formatter(format_whole_number)
-    axes.set_ylim(0, 1.05)
-    add_plot_legend(axes)
-    return figure
+    shown = [*best.values(), *(fit for fit in fits if fit.given)]
+    series = [Series(fit.name, list(fit.rows.items()), dot="circle") for fit in shown]
+    y = Axis("share of the documents", low=0.0, high=1.05, format=format_share, tick_format=format_share)
+    return line_chart(series, Axis("tokens in a row", 2), y)

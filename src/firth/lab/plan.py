@@ -4,19 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
+from firth.core.chart import Axis, Chart, Series, line_chart
 from firth.core.errors import UserError
 from firth.core.files import file_sha256, read_object
-from firth.core.html import PLOT_COLOURS, HtmlPage, add_plot_legend, make_axes
+from firth.core.html import HtmlPage
 from firth.lab.scaling_law import FLOPS_PER_PARAMETER, ScalingFit, ScalingLaw, ScalingRun, fit_scaling_law
 from firth.train import Recipe, load_recipe
 from firth.train.clock import RUN_RECIPE_FILE
-
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
 
 PARAMETER_NAMES = {
     "e": "E, loss of a perfect model",
@@ -95,7 +93,9 @@ def write_fit_page(
         [format_parameter(name, fit) for name in PARAMETER_NAMES],
         "Intervals by a bootstrap over the runs. A wide one says that the runs do not determine the parameter.",
     )
-    html.add_figure(loss_plot(points, fit.law), "Loss by tokens read, for each size; points are runs, lines the law.")
+    html.add_chart(
+        loss_chart_by_tokens(points, fit.law), "Loss by tokens read, for each size; points are runs, lines the law."
+    )
     html.add_paragraph(
         f"The mean error of the law on these runs is {100 * fit.mean_error:.1f}%. With the compute of the largest run "
         f"({result['flops']:.2g} FLOPs) and unlimited text the best size would be "
@@ -119,16 +119,16 @@ def write_fit_page(
     html.save(page)
 
 
-def loss_plot(points: Sequence[ScalingRun], law: ScalingLaw) -> Figure:
-    """Plot the loss against the tokens, a colour for each size."""
-    figure, axes = make_axes("tokens read", "held-out loss")
-    axes.set_xscale("log")
+def loss_chart_by_tokens(points: Sequence[ScalingRun], law: ScalingLaw) -> Chart:
+    """Draw the loss against the tokens, a colour for each size: dots are runs, lines the law."""
+    series = []
     for i, size in enumerate(sorted({run.parameters for run in points})):
         own = sorted((run for run in points if run.parameters == size), key=lambda run: run.tokens)
-        colour = PLOT_COLOURS[i % len(PLOT_COLOURS)]
-        axes.scatter([run.tokens for run in own], [run.loss for run in own], color=colour, s=18)
-        tokens = np.geomspace(own[0].tokens / 1.5, own[-1].tokens * 1.5, NUM_CURVE_POINTS)
-        curve = [law.loss(size, d, own[-1].unique_tokens) for d in tokens]
-        axes.plot(tokens, curve, color=colour, linewidth=1.5, label=f"{size / 1e6:,.1f}M parameters")
-    add_plot_legend(axes)
-    return figure
+        tokens = np.geomspace(own[0].tokens / 1.5, own[-1].tokens * 1.5, NUM_CURVE_POINTS).tolist()
+        curve = [(d, law.loss(size, d, own[-1].unique_tokens)) for d in tokens]
+        runs = [(run.tokens, run.loss) for run in own]
+        series += [
+            Series("", curve, i, has_marks=False),
+            Series(f"{size / 1e6:,.1f}M parameters", runs, i, "none", "circle"),
+        ]
+    return line_chart(series, Axis("tokens read", 10), Axis("held-out loss (nats per token)"))

@@ -27,6 +27,7 @@ from typing import Any
 import torch
 import yaml
 
+from firth.core.chart import loss_chart
 from firth.core.console import (
     extend_overall_progress,
     format_count,
@@ -38,11 +39,11 @@ from firth.core.console import (
 )
 from firth.core.errors import UserError
 from firth.core.files import atomic_folder, find_corruption, read_object, write_json
-from firth.core.html import ClozeSample, HtmlPage, plot_loss_curve
+from firth.core.html import ClozeSample, HtmlPage
 from firth.core.serialization import from_dict, to_dict
 from firth.evaluate.report import loss_series
 from firth.generate import fill, generate
-from firth.lab.report import ArmScore, plot_arms
+from firth.lab.report import ArmScore, arm_chart
 from firth.models import (
     Model,
     ModelConfig,
@@ -523,8 +524,8 @@ def write_quickstart_report(path: Path, runs: dict[str, dict[str, Any]], columns
         for row in rows
         for arm, name in ARMS.items()
     ]
-    page.add_figure(
-        plot_arms(bars, 100 * rows[0]["chance"]),
+    page.add_chart(
+        arm_chart(bars, 100 * rows[0]["chance"]),
         f"Bars: mean accuracy in %, by the weights at the start. Dots: the {QUICKSTART_SEEDS} seeds; each draws other "
         "labels. Where the dots of two bars mix, their difference may be chance. The dashed line always guesses the "
         "most frequent package.",
@@ -543,8 +544,8 @@ def add_pretraining_section(page: HtmlPage, architecture: str, run: dict[str, An
         page.add_paragraph(f"{read} {100 * run['epochs']:.0f}% of the text: expect little. Raise --minutes.")
     train, held = loss_series(run["log"])
     entropy = trained["unigram_entropy"] if architecture != "encoder-decoder" else None
-    page.add_figure(
-        plot_loss_curve(train, held, entropy),
+    page.add_chart(
+        loss_chart(train, held, entropy),
         f"{trained['parameters']:,} parameters, {trained['tokens']:,} tokens at {trained['tokens_per_second']:,.0f} "
         "per second." + (" The line is the unigram entropy: a model of token frequencies alone." if entropy else ""),
     )

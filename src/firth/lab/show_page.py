@@ -7,6 +7,7 @@ from pathlib import Path
 
 import numpy as np
 
+from firth.core.chart import Axis, Chart, mask_chart, nice_ticks
 from firth.core.html import HtmlPage
 from firth.lab.show import BatchPreview
 from firth.lab.show_dialogue import DialoguePreview
@@ -30,8 +31,8 @@ def save_show_page(preview: BatchPreview | DialoguePreview, path: Path) -> None:
 
 def make_show_page(preview: BatchPreview | DialoguePreview) -> HtmlPage:
     """Return a page with header, legend, rows and, of pretraining, rates."""
-    page = HtmlPage("What the model will read and predict", "show.css.j2", "show")
-    page.add_fragment("show.html.j2", "header", preview.header)
+    page = HtmlPage("What the model will read and predict", "show")
+    page.add_facts(preview.header)
     page.add_paragraph(EXAMPLES_INTRODUCTION if isinstance(preview, DialoguePreview) else ROWS_INTRODUCTION)
     tokens = [token for view in preview.views for sequence in view.sequences for token in sequence.tokens]
     kinds = {token.kind for token in tokens}
@@ -53,7 +54,8 @@ def add_row_section(page: HtmlPage, view: RowView) -> None:
         page.add_fragment("show.html.j2", "sequence", sequence, text_direction(sequence), TOKEN_KINDS["number"])
     for note in view.notes:
         page.add_paragraph(note)
-    page.add_fragment("show.html.j2", "attention_masks", list(map(mask_figure, view.attention_masks)))
+    if view.attention_masks:
+        page.add_charts(list(map(attention_chart, view.attention_masks)))
 
 
 def text_direction(sequence: SequenceView) -> str:
@@ -65,12 +67,39 @@ def text_direction(sequence: SequenceView) -> str:
     return "rtl" if letters.count("R") + letters.count("AL") > letters.count("L") else "ltr"
 
 
-def mask_figure(mask_view: AttentionMaskView) -> dict[str, object]:
-    """Return an attention mask for the template, with its cells as an SVG path."""
+def attention_chart(mask_view: AttentionMaskView) -> Chart:
+    """Return a chart of an attention mask. Its marks say which positions a token, or a few neighbours, attend to."""
     mask = downsample_mask(mask_view.mask, PAGE_MASK_CELLS)
-    rows, columns = mask.shape
-    sees_all = bool(mask_view.mask.all())
-    return dict(title=mask_view.title, sees_all=sees_all, rows=rows, columns=columns, path=mask_svg_path(mask))
+    num_queries, num_keys = mask_view.mask.shape
+    size = -(-max(mask_view.mask.shape) // PAGE_MASK_CELLS)  # tokens of a cell
+    titles = [
+        f"{format_positions(i * size, min((i + 1) * size, num_queries))}: {describe_runs(row, size, num_keys)}"
+        for i, row in enumerate(mask)
+    ]
+    x = Axis("attended position", high=len(mask[0]), ticks=position_ticks(num_keys, size))
+    y = Axis("position", high=len(mask), ticks=position_ticks(num_queries, size))
+    chart = mask_chart(mask_svg_path(mask), len(mask), len(mask[0]), x, y, titles)
+    return chart._replace(label=mask_view.title)
+
+
+def position_ticks(num_positions: int, size: int) -> list[tuple[float, str]]:
+    return [(tick / size, f"{tick:,.0f}") for tick in nice_ticks(0, num_positions, 3)]
+
+
+def format_positions(start: int, stop: int) -> str:
+    """
+    >>> format_positions(3, 4), format_positions(2, 8)
+    ('3', '2–7')
+    """
+    return f"{start}" if stop - start == 1 else f"{start}–{stop - 1}"
+
+
+def describe_runs(row: np.ndarray, size: int, num_positions: int) -> str:
+    """Return the positions of the True cells of a row of a mask."""
+    edges = np.flatnonzero(np.diff(row.astype(int), prepend=0, append=0)).tolist()
+    runs = zip(edges[::2], edges[1::2], strict=True)
+    shown = [format_positions(start * size, min(stop * size, num_positions)) for start, stop in runs]
+    return ", ".join(shown) or "none"
 
 
 def mask_svg_path(mask: np.ndarray) -> str:

@@ -1,4 +1,4 @@
-"""The playground: one page, its styles and its modules, read from the package once.
+"""The playground: one page, its styles and its modules, read from the package once. Reports share its design.
 
 A request names a file of the page, and the name is looked up in a dictionary: no path of a request reaches the file
 system. The content security policy allows scripts, styles and requests of this server alone, and no inline script, so
@@ -8,11 +8,13 @@ text that a model writes cannot run; the page sets every text by `textContent`.
 from __future__ import annotations
 
 from importlib.resources import files
+from pathlib import Path
 from typing import NamedTuple
 
 from fastapi import FastAPI
 from fastapi.responses import Response
 
+from firth.core.html import READOUT_SCRIPT, SHARED_STYLES, read_template
 from firth.serve.errors import ApiError
 from firth.serve.gate import OPEN_PREFIX
 
@@ -41,6 +43,8 @@ def read_page_files() -> dict[str, PageFile]:
         suffix = "." + file.name.rpartition(".")[2]
         if suffix in MEDIA_TYPES:
             found[file.name] = PageFile(file.read_bytes(), MEDIA_TYPES[suffix])
+    for name in (*SHARED_STYLES, READOUT_SCRIPT):
+        found[name] = PageFile(read_template(name).encode(), MEDIA_TYPES[Path(name).suffix])
     return found
 
 

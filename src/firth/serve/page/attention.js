@@ -3,7 +3,7 @@
 import { post } from "/page/api.js";
 import { button, card, decodeCells, maskFigure, paintCells, segments, show, textArea } from "/page/components.js";
 import { lineChart } from "/page/chart.js";
-import { choose, debounce, el, percent, roomFor, svg } from "/page/dom.js";
+import { choose, debounce, el, percent, svg } from "/page/dom.js";
 
 export const name = "attention";
 export const title = "Attention";
@@ -89,7 +89,7 @@ class View {
     const distance = hasDistance ? kind.heads.map((layer, l) => [l, mean(layer.map((head) => head.distance))]) : [];
     return lineChart({
       series: [{ name: "entropy (nats)", points: entropy, colour: "var(--c0)", dots: true }, { name: "distance (tokens)", points: distance, colour: "var(--c1)", dots: true }],
-      xLabel: "layer", yLabel: "mean over heads", height: 180, width: roomFor(520), wholeSteps: true, label: `Entropy and distance of the layers of ${this.model.id}`,
+      xLabel: "layer", yLabel: "mean over heads", height: 150, wholeSteps: true, label: `Entropy and distance of the layers of ${this.model.id}`,
     });
   }
 

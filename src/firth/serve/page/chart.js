@@ -1,85 +1,110 @@
-// A line chart as SVG: real axes, a readout under the pointer and for the arrow keys.
+// A line chart as SVG, drawn as core/chart.py draws those of reports: the same elements, classes, ticks and marks.
+// Positions are percentages, and names overflow into the margins, so the font keeps its size at every width.
 
 import { legend } from "/page/components.js";
 import { el, svg } from "/page/dom.js";
+import { addReadout } from "/page/readout.js";
+
+const PATH_UNITS = 1000;
+const MAX_MARKS = 160; // marks of a chart: bands that can be pointed at
+
+export function formatNumber(v) {
+  if (v === 0 || !Number.isFinite(v)) return String(v);
+  if (Math.abs(v) >= 0.001 && Math.abs(v) < 1000) return String(Number(v.toPrecision(4)));
+  if (Math.abs(v) >= 1000 && Math.abs(v) < 1e15) return Math.round(v).toLocaleString("en");
+  const [mantissa, exponent] = v.toExponential(3).split("e");
+  return `${Number(mantissa)}e${Number(exponent)}`;
+}
+
+export function formatTick(v) {
+  for (const [unit, name] of [[1e9, "B"], [1e6, "M"], [1e3, "k"]]) {
+    if (Math.abs(v) >= Math.max(unit, 1e4)) return `${Number((v / unit).toPrecision(4))}${name}`;
+  }
+  return formatNumber(v);
+}
 
 export function niceTicks(low, high, about = 5) {
   if (!(high > low)) return [low];
   const raw = (high - low) / about;
   const power = 10 ** Math.floor(Math.log10(raw));
-  const step = [1, 2, 5, 10].map((k) => k * power).find((s) => s >= raw);
+  const step = [1, 2, 5, 10].map((k) => k * power).find((s) => s >= raw * (1 - 1e-9));
   const ticks = [];
-  for (let t = Math.ceil(low / step - 1e-9) * step; t <= high + step * 1e-9; t += step) ticks.push(Number(t.toPrecision(12)));
+  for (let i = Math.ceil(low / step - 1e-9); i <= Math.floor(high / step + 1e-9); i++) ticks.push(Number((i * step).toPrecision(12)));
   return ticks;
 }
 
-export const formatTick = (v) => (Math.abs(v) >= 1e6 ? `${v / 1e6}M` : Math.abs(v) >= 1e4 ? `${v / 1e3}k` : String(Number(v.toPrecision(4))));
+const percent = (share) => `${Number((100 * share).toFixed(2))}%`;
+const text = (properties, content) => svg("text", { ...properties, text: content });
 
-// series: {name, points: [[x, y]], colour, dashed?, dots?, thin?}; lines: {name, y, colour} are horizontal.
-export function lineChart({ series, lines = [], xLabel, yLabel, label, width = 640, height = 300, yRange = null, wholeSteps = false }) {
-  const filled = series.filter((s) => s.points.length);
-  const all = filled.flatMap((s) => s.points).filter(([, y]) => Number.isFinite(y));
-  if (!all.length) return el("p", { class: "note", text: "Nothing to draw yet." });
-  const xs = all.map((p) => p[0]);
+// series: {name, points: [[x, y]], colour, dashed?, dots?, thin?}; lines: {name, y} are horizontal.
+export function lineChart({ series, lines = [], xLabel, yLabel, label, height = 250, yRange = null, wholeSteps = false }) {
+  const filled = series.map((s) => ({ ...s, points: s.points.filter(([, y]) => Number.isFinite(y)) })).filter((s) => s.points.length);
+  if (!filled.length) return el("p", { class: "note", text: "Nothing to draw yet." });
+  const all = filled.flatMap((s) => s.points);
+  const xs = [...new Set(all.map((p) => p[0]))].sort((a, b) => a - b);
   const ys = [...all.map((p) => p[1]), ...lines.map((l) => l.y)];
-  let [x0, x1] = [Math.min(...xs), Math.max(...xs)];
+  let [x0, x1] = [xs[0], xs.at(-1)];
   let [y0, y1] = yRange ?? [Math.min(...ys), Math.max(...ys)];
-  if (x0 === x1) [x0, x1] = [x0 - 1, x1 + 1];
+  if (x0 === x1) [x0, x1] = [x0 - 0.5, x1 + 0.5];
   if (y0 === y1) [y0, y1] = [y0 - 0.5, y1 + 0.5];
   else if (!yRange) { const pad = 0.05 * (y1 - y0); [y0, y1] = [y0 - pad, y1 + pad]; }
-  const [left, right, top, bottom] = [48, 12, 10, 40];
-  const X = (x) => left + ((x - x0) / (x1 - x0)) * (width - left - right);
-  const Y = (y) => top + (1 - (y - y0) / (y1 - y0)) * (height - top - bottom);
-  const cross = svg("line", { class: "axis", y1: top, y2: height - bottom, visibility: "hidden" });
-  const chart = svg("svg", { viewBox: `0 0 ${width} ${height}`, role: "img", "aria-label": label, tabindex: 0, width: "100%", style: { "max-width": `${width}px` } });
+  const clip = (share) => Math.min(1, Math.max(0, share));
+  const X = (x) => clip((x - x0) / (x1 - x0));
+  const Y = (y) => clip((y - y0) / (y1 - y0));
+  const colour = (s) => ({ "--colour": s.colour });
+
+  const plot = svg("svg", { class: "chart", role: "img", "aria-label": label, height });
   for (const t of niceTicks(y0, y1)) {
-    chart.append(svg("line", { class: "grid", x1: left, x2: width - right, y1: Y(t), y2: Y(t) }),
-      svg("text", { x: left - 6, y: Y(t) + 4, "text-anchor": "end", "font-size": 11, class: "quiet", text: formatTick(t) }));
+    const y = percent(1 - Y(t));
+    plot.append(svg("line", { class: "grid", x2: "100%", y1: y, y2: y }), text({ class: "tick", x: -8, y, dy: 4, "text-anchor": "end" }, formatTick(t)));
   }
+  plot.append(text({ class: "name", x: -height / 2, y: -46, "text-anchor": "middle", transform: "rotate(-90)" }, yLabel),
+    svg("line", { class: "axis", x2: "100%", y1: height, y2: height }));
   for (const t of niceTicks(x0, x1, 6).filter((t) => !wholeSteps || Number.isInteger(t))) {
-    chart.append(svg("text", { x: X(t), y: height - bottom + 15, "text-anchor": "middle", "font-size": 11, class: "quiet", text: formatTick(t) }));
+    const x = percent(X(t));
+    plot.append(svg("line", { class: "axis", x1: x, x2: x, y1: height, y2: height + 4 }), text({ class: "tick", x, y: height + 17, "text-anchor": "middle" }, formatTick(t)));
   }
-  chart.append(svg("line", { class: "axis", x1: left, x2: width - right, y1: height - bottom, y2: height - bottom }),
-    svg("text", { x: (left + width - right) / 2, y: height - 6, "text-anchor": "middle", "font-size": 12, class: "quiet", text: xLabel }),
-    svg("text", { x: 12, y: (top + height - bottom) / 2, "text-anchor": "middle", "font-size": 12, class: "quiet", transform: `rotate(-90 12 ${(top + height - bottom) / 2})`, text: yLabel }));
-  for (const line of lines) {
-    if (line.y < y0 || line.y > y1) continue;
-    chart.append(svg("line", { x1: left, x2: width - right, y1: Y(line.y), y2: Y(line.y), stroke: line.colour ?? "currentColor", "stroke-dasharray": "6 4", "stroke-width": 1.2 }),
-      svg("text", { x: width - right, y: Y(line.y) - 4, "text-anchor": "end", "font-size": 11, class: "quiet", text: `${line.name} ${line.y.toFixed(2)}` }));
-  }
+  plot.append(text({ class: "name", x: "50%", y: height + 37, "text-anchor": "middle" }, xLabel));
+  for (const line of lines) plot.append(svg("line", { class: "line ink dashed", x2: "100%", y1: percent(1 - Y(line.y)), y2: percent(1 - Y(line.y)) }));
   for (const s of filled) {
-    const path = s.points.filter(([, y]) => Number.isFinite(y)).map(([x, y], i) => `${i ? "L" : "M"}${X(x).toFixed(1)} ${Y(Math.min(Math.max(y, y0), y1)).toFixed(1)}`).join("");
-    chart.append(svg("path", { d: path, fill: "none", stroke: s.colour, "stroke-width": s.thin ? 1.1 : 2, "stroke-opacity": s.thin ? 0.7 : 1, "stroke-dasharray": s.dashed ? "5 4" : null }));
-    if (s.dots) for (const [x, y] of s.points) if (Number.isFinite(y)) chart.append(svg("circle", { cx: X(x), cy: Y(y), r: 2.6, fill: s.colour }));
+    if (s.points.length > 1) {
+      const steps = s.points.map(([x, y]) => `${(PATH_UNITS * X(x)).toFixed(1)} ${(PATH_UNITS * (1 - Y(y))).toFixed(1)}`);
+      const style = s.thin ? " thin" : s.dashed ? " dashed" : "";
+      plot.append(svg("svg", { width: "100%", height: "100%", viewBox: `0 0 ${PATH_UNITS} ${PATH_UNITS}`, preserveAspectRatio: "none" },
+        svg("path", { class: `line${style}`, d: `M${steps.join("L")}`, style: colour(s) })));
+    }
+    if (s.dots || s.points.length === 1) plot.append(...s.points.map(([x, y]) => svg("circle", { class: "dot", cx: percent(X(x)), cy: percent(1 - Y(y)), r: 3.5, style: colour(s) })));
   }
-  chart.append(cross);
+  plot.append(...drawBands(filled, xs, X, xLabel, yLabel));
   const readout = el("div", { class: "readout", "aria-live": "polite" });
-  const steps = [...new Set(xs)].sort((a, b) => a - b);
-  let at = -1;
-  function nearest(points, x) {
-    let best = null;
-    for (const p of points) if (Number.isFinite(p[1]) && (best === null || Math.abs(p[0] - x) < Math.abs(best[0] - x))) best = p;
-    return best;
-  }
-  function point(x) {
-    cross.setAttribute("x1", X(x));
-    cross.setAttribute("x2", X(x));
-    cross.setAttribute("visibility", "visible");
-    readout.textContent = `${xLabel} ${formatTick(x)} · ` + filled.map((s) => { const p = nearest(s.points, x); return p ? `${s.name} ${Number(p[1].toPrecision(5))}` : null; }).filter(Boolean).join(" · ");
-  }
-  chart.addEventListener("pointermove", (event) => {
-    const box = chart.getBoundingClientRect();
-    const x = x0 + ((((event.clientX - box.left) / box.width) * width - left) / (width - left - right)) * (x1 - x0);
-    at = steps.reduce((best, s, i) => (Math.abs(s - x) < Math.abs(steps[best] - x) ? i : best), 0);
-    point(steps[at]);
-  });
-  chart.addEventListener("keydown", (event) => {
-    const move = { ArrowRight: 1, ArrowLeft: -1, Home: -Infinity, End: Infinity }[event.key];
-    if (!move) return;
-    at = Math.min(steps.length - 1, Math.max(0, at + move));
-    point(steps[at]);
-    event.preventDefault();
-  });
+  addReadout(plot, readout);
   const named = filled.length > 1 || filled[0].name ? filled : [];
-  return el("div", { class: "figure" }, legend(named.map((s) => [s.colour, s.name])), chart, readout);
+  const style = (s) => (s.thin ? "thin" : s.dashed ? "dashed" : "solid");
+  return el("div", { class: "figure" }, legend([...named.map((s) => [s.colour, s.name, style(s)]), ...lines.map((l) => ["var(--ink)", `${l.name}: ${formatNumber(l.y)}`, "dashed"])]), plot, readout);
+}
+
+// A band around each x, with the values of all series there; of very many, in MAX_MARKS cells of equal width, by their mean.
+function drawBands(series, xs, X, xLabel, yLabel) {
+  const first = new Map();
+  const cellOf = new Map(xs.map((x) => {
+    if (xs.length <= MAX_MARKS) return [x, x];
+    const cell = Math.min(Math.floor(X(x) * MAX_MARKS), MAX_MARKS - 1);
+    if (!first.has(cell)) first.set(cell, x);
+    return [x, first.get(cell)];
+  }));
+  const cells = [...new Set(cellOf.values())];
+  const sums = series.map((s) => {
+    const found = new Map();
+    for (const [x, y] of s.points) { const [sum, n] = found.get(cellOf.get(x)) ?? [0, 0]; found.set(cellOf.get(x), [sum + y, n + 1]); }
+    return found;
+  });
+  const edges = [0, ...cells.slice(1).map((x, i) => (X(cells[i]) + X(x)) / 2), 1];
+  return cells.map((x, i) => {
+    const numbers = series.map((s, k) => { const [sum, n] = sums[k].get(x) ?? [0, 0]; return n ? `${s.name || yLabel} ${formatNumber(sum / n)}` : null; });
+    const at = percent(X(x));
+    return svg("g", { class: "mark" },
+      svg("title", { text: [`${xLabel} ${formatNumber(x)}`, ...numbers.filter(Boolean)].join(" · ") }),
+      svg("rect", { class: "hit", x: percent(edges[i]), width: percent(edges[i + 1] - edges[i]), height: "100%" }),
+      svg("line", { class: "cross", x1: at, x2: at, y2: "100%" }));
+  });
 }

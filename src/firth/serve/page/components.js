@@ -1,6 +1,6 @@
 // What all tabs are made of: fields, sliders, bars, chips, canvases.
 
-import { count, el, newId, percent, tokenName } from "/page/dom.js";
+import { count, el, newId, percent, svg, tokenName } from "/page/dom.js";
 
 export function field(label, input) {
   return el("label", { class: "field" }, el("span", { text: label }), input);
@@ -61,9 +61,9 @@ export function bars(items, { onPick = null, label = "Probabilities", max = null
     const classes = ["bar", item.cut && "cut", item.rest && "rest", item.best && "best"].filter(Boolean).join(" ");
     const inside = [
       el("span", { class: "name" }, item.rest ? item.name : tokenName(item.name)),
-      el("span", { class: "track", "aria-hidden": "true" },
-        el("span", { class: "fill", style: { width: `${Math.min(100, (100 * item.p) / top)}%`, ...(item.colour ? { background: item.colour } : {}) } }),
-        item.ghost === undefined ? null : el("span", { class: "ghost", style: { width: `${(100 * item.ghost) / top}%` } })),
+      svg("svg", { class: "track", "aria-hidden": "true" },
+        svg("rect", { class: "fill", width: `${Math.min(100, (100 * item.p) / top)}%`, style: item.colour ? { "--colour": item.colour } : null }),
+        item.ghost === undefined ? null : svg("rect", { class: "ghost", x: `${(100 * item.ghost) / top}%`, transform: "translate(-2)" })),
       el("span", { class: "value", text: item.label ?? percent(item.p) }),
     ];
     const pickable = onPick && !item.rest;
@@ -90,8 +90,9 @@ export function chip(text, colour, properties, ...children) {
   return el("span", { ...rest, class: ["chip", colour === null ? null : `t${colour % 6}`, extra].filter(Boolean).join(" ") }, shown, ...children);
 }
 
+// entries: [colour, text, style of the swatch?]
 export function legend(entries) {
-  return el("ul", { class: "legend" }, entries.map(([colour, text]) => el("li", {}, el("span", { class: "swatch", style: { background: colour } }), text)));
+  return el("ul", { class: "legend" }, entries.map(([colour, text, style]) => el("li", {}, el("span", { class: `swatch ${style ?? ""}`.trim(), style: { "--colour": colour } }), text)));
 }
 
 export const cssColour = (name) => getComputedStyle(document.documentElement).getPropertyValue(name).trim();

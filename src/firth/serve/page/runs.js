@@ -3,7 +3,7 @@
 import { get, post } from "/page/api.js";
 import { bars, button, card, facts, field, segments, show } from "/page/components.js";
 import { lineChart } from "/page/chart.js";
-import { count, el, roomFor, shortCount } from "/page/dom.js";
+import { count, el, shortCount } from "/page/dom.js";
 
 export const name = "runs";
 export const title = "Runs";
@@ -130,7 +130,7 @@ function lossChart(runs) {
     return [{ name: `${prefix}training`, points: pointsOf(rows, 1, state.smooth), colour, thin: true }, { name: `${prefix}held out`, points: pointsOf(rows, 2, false), colour, dots: true }];
   });
   const lines = runs.flatMap((run) => Object.entries(state.logs.get(run.name).references).map(([text, y]) => ({ name: runs.length > 1 ? `${run.name}: ${text}` : text, y })));
-  return lineChart({ series: series.filter((s) => s.points.length), lines, xLabel: state.axis === "step" ? "step" : "tokens", yLabel: "loss (nats per token)", label: "Loss of the runs that are shown", width: roomFor(960, 8), height: 340 });
+  return lineChart({ series: series.filter((s) => s.points.length), lines, xLabel: state.axis === "step" ? "step" : "tokens", yLabel: "loss (nats per token)", label: "Loss of the runs that are shown", height: 290 });
 }
 
 function runCard(run, index) {
@@ -141,6 +141,6 @@ function runCard(run, index) {
   return card(run.name, run.kind,
     facts([["state", run.state], ["step", run.max_steps ? `${count(run.step)} of ${count(run.max_steps)}` : count(run.step)], ["tokens", run.tokens === null ? "–" : shortCount(run.tokens)], ["best held out", Number.isFinite(best) ? number(best) : "–"],
       ...Object.entries(references).map(([text, y]) => [text, number(y, 2)]), ["last line", `${duration(run.seconds_since_change)} ago`]]),
-    rates.length > 1 ? lineChart({ series: [{ name: "learning rate", points: rates, colour: COLOURS[index % COLOURS.length] }], xLabel: state.axis, yLabel: "", label: `Learning rate of ${run.name}`, width: roomFor(420), height: 160 }) : null,
-    norms.length > 1 ? lineChart({ series: [{ name: "gradient norm", points: norms, colour: COLOURS[index % COLOURS.length] }], xLabel: state.axis, yLabel: "", label: `Gradient norm of ${run.name}`, width: roomFor(420), height: 160 }) : null);
+    rates.length > 1 ? lineChart({ series: [{ name: "", points: rates, colour: COLOURS[index % COLOURS.length] }], xLabel: state.axis, yLabel: "learning rate", label: `Learning rate of ${run.name}`, height: 120 }) : null,
+    norms.length > 1 ? lineChart({ series: [{ name: "", points: norms, colour: COLOURS[index % COLOURS.length] }], xLabel: state.axis, yLabel: "gradient norm", label: `Gradient norm of ${run.name}`, height: 120 }) : null);
 }

@@ -1,4 +1,3 @@
-"use strict";
 // Search and filters for the rows of each section. Nothing is stored, and nothing leaves the page.
 const ROWS_AT_ONCE = 50;
 
@@ -6,7 +5,7 @@ for (const section of document.querySelectorAll(".examples")) {
   const rows = [...section.querySelectorAll(".rows > li")];
   const [search, trueLabel, predictedLabel, found, more] =
     ["input", ".true", ".predicted", ".found", ".more"].map((name) => section.querySelector(name));
-  const chips = [...section.querySelectorAll(".chips button")];
+  const chips = [...section.querySelectorAll(".filters button")];
   const outcomes = rows.map((row) => row.dataset.o.split(" "));
   const pairs = rows.map((row) => (row.dataset.p || "").split(" ").map((pair) => pair.split(":")));
   let texts = null;
@@ -56,7 +55,7 @@ for (const section of document.querySelectorAll(".examples")) {
   for (const select of [trueLabel, predictedLabel]) if (select) select.addEventListener("change", restart);
   for (const chip of chips) chip.addEventListener("click", () => press(chip));
   more.addEventListener("click", () => { limit += 4 * ROWS_AT_ONCE; update(); });
-  for (const cell of section.querySelectorAll(".confusion td[data-p]")) {
+  for (const cell of section.querySelectorAll(".heat td[data-p]")) {
     if (cell.textContent === "0") continue;
     const button = document.createElement("button");
     button.textContent = cell.textContent;
