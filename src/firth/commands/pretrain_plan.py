@@ -15,7 +15,9 @@ from firth.commands.shards import check_held_out_share
 from firth.core.console import format_count, say, warn
 from firth.core.errors import UserError
 from firth.models import ModelConfig, with_vocabulary
+from firth.models.presets import shape_architecture
 from firth.recipes import (
+    SHAPE_RECIPES,
     choose_batch,
     continued_defaults,
     default_vocab_size,
@@ -203,6 +205,7 @@ def plan_pretraining(
     """
     architecture = str(model) if is_architecture(model) and not saved_fields else ""
     model_config, checkpoint = resolve_model(model)
+    shape_fields = SHAPE_RECIPES.get(shape_architecture(str(model)), {}) if checkpoint is None else {}
     named = {"output_dir": str(output_dir), "checkpoint": str(checkpoint or ""), "data": "", "tokenizer": ""}
     changes = merge_recipe_changes(config, {**options, "objective": objective_fields(objective)}, overrides, named)
     defaults = {} if checkpoint is None else {**continued_defaults(model_config), **next_run_seed(checkpoint)}
@@ -211,7 +214,9 @@ def plan_pretraining(
         defaults["minutes"] = DEFAULT_PLANNED_MINUTES
 
     def make_recipe(config: ModelConfig) -> Recipe:
-        return update_recipe(pretraining_recipe(config), {**defaults, **(saved_fields or {}), **changes})
+        return update_recipe(
+            pretraining_recipe(config, **shape_fields), {**defaults, **(saved_fields or {}), **changes}
+        )
 
     recipe = make_recipe(model_config)
     recipe.check()

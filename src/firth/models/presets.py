@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 from firth.core.errors import UserError, did_you_mean, quote
@@ -628,6 +629,7 @@ SHAPE_LADDER = (
 )
 SHAPE_PATTERN = re.compile(rf"({'|'.join(ARCHITECTURE_FAMILIES)})-([1-9]\d*)x([1-9]\d*)")
 HEAD_DIM = 64  # width of a head, as in BERT, GPT-2 and ModernBERT
+SHAPE_WINDOW = 512  # tokens: rows of up to 257 are read whole, as causal rows need
 MLP_RATIO = 2.625  # of a gated MLP: 8 layers of 512 with 1,344 were measured (docs/results.md)
 
 
@@ -641,7 +643,20 @@ def shaped_model(architecture: str, num_layers: int, dim: int) -> ModelConfig:
     if dim % HEAD_DIM:
         raise UserError(f"{architecture}-{num_layers}x{dim}: the width must be a multiple of {HEAD_DIM}.")
     mlp_dim = HEAD_DIM * round(MLP_RATIO * dim / HEAD_DIM)
-    return ARCHITECTURE_FAMILIES[architecture](num_layers, dim, dim // HEAD_DIM, mlp_dim)
+    config = ARCHITECTURE_FAMILIES[architecture](num_layers, dim, dim // HEAD_DIM, mlp_dim)
+    if config.window is not None:
+        config = replace(config, window=replace(config.window, size=SHAPE_WINDOW))
+    return config
+
+
+def shape_architecture(name: str) -> str:
+    """Return the architecture that a name like encoder or encoder-8x512 says; "" for any other name.
+
+    >>> shape_architecture("encoder-8x512"), shape_architecture("bert-tiny")
+    ('encoder', '')
+    """
+    shape = SHAPE_PATTERN.fullmatch(name)
+    return shape[1] if shape else name if name in ARCHITECTURE_FAMILIES else ""
 
 
 def is_preset(name: str) -> bool:

@@ -51,7 +51,7 @@ OBJECTIVES: dict[str, Objective] = {
     "rtd": MLM(mask_prob=0.85, random_prob=0.0, targets="replaced"),
     "unilm": UNILM,
     "masked-next-token": MaskedNextToken(),
-    "mlm-and-clm": MLMAndCLM(),
+    "mlm-and-clm": MLMAndCLM(mlm=MLM(rate=0.3, rate_end=0.15)),
     "clm-then-mlm": CLMThenMLM(),
     "bilm": BiLM(),
     "permutation-lm": PermutationLM(),

@@ -8,6 +8,7 @@ from firth.recipes.finetuning import (
 )
 from firth.recipes.pretraining import (
     DEFAULT_TOKENIZERS,
+    SHAPE_RECIPES,
     choose_batch,
     complete_recipe,
     continued_defaults,
@@ -21,6 +22,7 @@ from firth.recipes.pretraining import (
 
 __all__ = [
     "DEFAULT_TOKENIZERS",
+    "SHAPE_RECIPES",
     "choose_batch",
     "complete_recipe",
     "continued_defaults",

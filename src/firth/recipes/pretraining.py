@@ -67,6 +67,13 @@ REPEATS_WORTH_READING = 15.4  # R* of `worth_of_repeats`
 MAX_RATE_FACTOR = 2.0  # a learning rate follows the batch up to this factor, up or down
 
 
+# Recipes of models that are named by their architecture, which no paper fixes (docs/results.md, minimal pairs).
+SHAPE_RECIPES: dict[str, dict[str, Any]] = {
+    "encoder": {"objective": OBJECTIVES["mlm-and-clm"], "split": "sentence"},
+    "decoder": {"split": "sentence"},
+}
+
+
 class BatchChoice(NamedTuple):
     """A global batch in tokens, and why."""
 
