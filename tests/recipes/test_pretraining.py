@@ -27,6 +27,7 @@ from firth.recipes import (
     scale_rate_to_batch,
     tokenizer_kind,
     update_recipe,
+    with_repeated_text_dropout,
 )
 from firth.recipes.pretraining import default_learning_rate
 
@@ -247,3 +248,24 @@ def test_the_rate_follows_the_batch() -> None:
     assert scale_rate_to_batch(3.3e-3, base, 32768) == 3.3e-3
     assert scale_rate_to_batch(2e-3, base, 4096) == 1e-3
     assert scale_rate_to_batch(4e-3, get_preset("ulmfit-tiny"), 2240) == 4e-3, "as published"
+
+
+@pytest.mark.parametrize(
+    ("preset", "objective", "passes", "dropout"),
+    [
+        ("encoder-2x64", "mlm-and-clm", 10, 0.0),
+        ("encoder-2x64", "mlm-and-clm", 20, 0.1),
+        ("encoder-2x64", "mlm", 60, 0.0),  # masked rows alone do not overfit
+        ("decoder-2x64", "clm", 4, 0.0),
+        ("decoder-2x64", "clm", 6, 0.1),
+    ],
+)
+def test_dropout_follows_the_passes(preset: str, objective: str, passes: float, dropout: float) -> None:
+    recipe = pretraining_recipe(get_preset(preset), objective=OBJECTIVES[objective])
+    model = with_repeated_text_dropout(recipe, passes).model
+    assert (model.dropout, model.attention_dropout) == (dropout, dropout)
+
+
+def test_a_larger_dropout_stays() -> None:
+    model = replace(get_preset("decoder-2x64"), dropout=0.3)
+    assert with_repeated_text_dropout(pretraining_recipe(model), 10).model.dropout == 0.3

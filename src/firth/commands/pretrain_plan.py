@@ -25,6 +25,7 @@ from firth.recipes import (
     scale_rate_to_batch,
     tokenizer_kind,
     update_recipe,
+    with_repeated_text_dropout,
 )
 from firth.tokens import MixConfig, is_shards_folder, load_tokenizer, open_shards
 from firth.train.recipe import Recipe, read_yaml_mapping
@@ -37,6 +38,7 @@ if TYPE_CHECKING:
 DEFAULT_PLANNED_MINUTES = 30.0  # of a run whose size is planned and that names no length
 # Fields of a resumed pretraining that keep the saved value unless they are given.
 KEPT_ON_RESUME_FIELDS = ("optim", "learning_rate", "weight_decay", "warm_start", "seed")
+DROPOUT_FIELDS = ("dropout", "attention_dropout")  # of the model, the same: chosen by the passes of the first command
 PLANNED_FIELDS = ("model", "save_steps", "minutes")  # the same for a run whose size was planned
 
 
@@ -49,6 +51,7 @@ class PretrainPlan:
     data_source: DataSource
     chooses_batch: bool  # from the text, in a new run that names no batch
     chooses_rate: bool  # follows a batch that is chosen or set in tokens
+    chooses_dropout: bool  # from the passes over the text, in a new run of a model that no paper fixes
     make_recipe: Callable[[ModelConfig], Recipe]  # of another model, with everything that the user has set
     architecture: str = ""  # whose size is planned; "": the model is named
     is_new_preset: bool = False
@@ -122,7 +125,6 @@ class PretrainPlan:
         """A planner whose recipes have everything that the user has set, for a text of `scale` times these shards."""
         from firth.lab.plan_text import read_text_facts
         from firth.lab.planner import Planner
-        from firth.train.launch_env import read_launch_env
 
         def make_recipe(config: ModelConfig) -> Recipe:
             recipe = self.make_recipe(config)
@@ -130,9 +132,13 @@ class PretrainPlan:
                 recipe = replace(recipe, model=with_vocabulary(recipe.model, shards.tokenizer.vocab))
             return replace(recipe, processes=num_devices)
 
-        launched = read_launch_env()
-        num_devices = launched.world_size if launched is not None else 1
-        keeps = {"batch": self.chooses_batch, "rate": self.chooses_rate, "save_steps": not self.keeps_save_steps}
+        num_devices = launched_devices()
+        keeps = {
+            "batch": self.chooses_batch,
+            "rate": self.chooses_rate,
+            "dropout": self.chooses_dropout,
+            "save_steps": not self.keeps_save_steps,
+        }
         return Planner(
             make_recipe,
             shards,
@@ -173,9 +179,11 @@ class PretrainPlan:
         return recipe
 
     def choose_batch(self, recipe: Recipe, text_tokens: int) -> Recipe:
-        """The recipe with its global batch, and the learning rate that follows from it."""
+        """The recipe with its global batch, the learning rate that follows from it, and dropout for many passes."""
         if self.chooses_batch:
             recipe = with_chosen_batch(recipe, text_tokens)
+        if self.chooses_dropout:
+            recipe = with_chosen_dropout(recipe, text_tokens)
         if self.chooses_rate and recipe.global_batch_tokens:
             rate = scale_rate_to_batch(recipe.learning_rate, recipe.model, recipe.global_batch_tokens)
             if rate != recipe.learning_rate:
@@ -246,12 +254,15 @@ def plan_pretraining(
     keeps_vocab_size = (checkpoint is not None and not data_options.add_words) or "model.vocab_size" in changes
     names_batch = recipe.per_device_train_batch_size or recipe.global_batch_tokens
     chooses_rate = not saved_fields and "learning_rate" not in changes
+    names_dropout = {"model", *(f"model.{name}" for name in DROPOUT_FIELDS)} & changes.keys()
+    chooses_dropout = bool(shape_fields) and not saved_fields and not names_dropout
     return PretrainPlan(
         recipe,
         keeps_vocab_size,
         source,
         not (saved_fields or names_batch),
         chooses_rate,
+        chooses_dropout,
         make_recipe,
         architecture,
         not saved_fields and checkpoint is None,
@@ -267,7 +278,9 @@ def read_saved_fields(run: Path, is_planned: bool = False) -> dict[str, Any]:
     """
     saved = read_yaml_mapping(run / "recipe.yaml") if (run / "recipe.yaml").is_file() else {}
     names = (*KEPT_ON_RESUME_FIELDS, *(PLANNED_FIELDS if is_planned else ()))
-    return {name: saved[name] for name in names if name in saved}
+    model = saved.get("model")
+    dropout = {f"model.{name}": model[name] for name in DROPOUT_FIELDS if isinstance(model, Mapping) and name in model}
+    return {**{name: saved[name] for name in names if name in saved}, **dropout}
 
 
 def check_can_add_words(checkpoint: Path | None, sources: Sequence[str | Path]) -> None:
@@ -290,23 +303,47 @@ def next_run_seed(checkpoint: Path) -> dict[str, int]:
 def with_chosen_batch(recipe: Recipe, text_tokens: int) -> Recipe:
     """The recipe with the global batch that suits model, text, time and device, which is said."""
     from firth.train.distributed import SINGLE_PROCESS, select_device
-    from firth.train.launch_env import read_launch_env
-    from firth.train.resources import estimate_tokens_per_second
 
-    device, length = select_device(SINGLE_PROCESS, recipe), recipe.max_seq_length
-    launched, on_gpu = read_launch_env(), device.type == "cuda"
-    num_devices, run_length = launched.world_size if launched is not None else 1, dict[str, Any]()
-    if recipe.minutes:
-        speed = num_devices * estimate_tokens_per_second(recipe.model, length, device)
-        run_length["tokens_read"] = 60 * recipe.minutes * speed
-    elif recipe.max_steps:
-        run_length["max_steps"] = recipe.max_steps
-    else:
-        run_length["tokens_read"] = recipe.num_train_epochs * text_tokens
-    choice = choose_batch(recipe.model, length, text_tokens, on_gpu, num_devices, **run_length)
+    length, on_gpu = recipe.max_seq_length, select_device(SINGLE_PROCESS, recipe).type == "cuda"
+    steps_set = recipe.max_steps and not recipe.minutes
+    run_length = {"max_steps": recipe.max_steps} if steps_set else {"tokens_read": tokens_to_read(recipe, text_tokens)}
+    choice = choose_batch(recipe.model, length, text_tokens, on_gpu, launched_devices(), **run_length)
     rows = format_count(choice.tokens // length, "row")
     say(f"global batch: {choice.tokens:,} tokens, {rows} of {length} ({choice.reason})")
     return replace(recipe, global_batch_tokens=choice.tokens)
+
+
+def with_chosen_dropout(recipe: Recipe, text_tokens: int) -> Recipe:
+    """The recipe with dropout where the run reads its text so often that the model would learn it by heart."""
+    passes = tokens_to_read(recipe, text_tokens) / max(text_tokens, 1)
+    new = with_repeated_text_dropout(recipe, passes)
+    if new.model != recipe.model:
+        say(f"dropout: {new.model.dropout:g}, as the text is read {passes:.0f} times")
+    return new
+
+
+def tokens_to_read(recipe: Recipe, text_tokens: int) -> float:
+    """The tokens that a run reads, about: from its steps, its passes, or its minutes at an estimated speed."""
+    from firth.train.batch_size import global_batch_rows
+    from firth.train.distributed import SINGLE_PROCESS, select_device
+    from firth.train.resources import estimate_tokens_per_second
+
+    if recipe.minutes:
+        device = select_device(SINGLE_PROCESS, recipe)
+        speed = launched_devices() * estimate_tokens_per_second(recipe.model, recipe.max_seq_length, device)
+        return 60 * recipe.minutes * speed
+    if recipe.max_steps:
+        rows = global_batch_rows(recipe, recipe.processes)
+        return float(recipe.max_steps * rows * recipe.max_seq_length)
+    return recipe.num_train_epochs * text_tokens
+
+
+def launched_devices() -> int:
+    """The processes of this run: those of torchrun, or one."""
+    from firth.train.launch_env import read_launch_env
+
+    launched = read_launch_env()
+    return launched.world_size if launched is not None else 1
 
 
 def warn_of_misfit(recipe: Recipe, plan: PretrainPlan, shards: Mapping[str, str]) -> None:

@@ -20,7 +20,7 @@ from firth.core.console import quiet, warn
 from firth.core.errors import UserError
 from firth.core.files import read_object
 from firth.lab.batch_rules import BATCH_RULES, MAX_UNLABELLED_TOKENS, BatchFacts, count_labels
-from firth.lab.expected_loss import read_loss_table
+from firth.lab.expected_loss import find_law, read_loss_table
 from firth.lab.show import first_rows_and_batch, measure_rates
 from firth.lab.show_row import predicts_in_place, trace_batch
 from firth.lab.text_rules import TEXT_RULES, TextFacts, collect_example_facts, collect_text_facts
@@ -267,9 +267,9 @@ def concat_first_documents(shards: Shards, vocab: Any, num_tokens: int) -> tuple
 
 def forecast_loss(recipe: Recipe, shards: ShardSet, lines: Sequence[dict[str, Any]]) -> float | None:
     """Return the planner's forecast for the text that was read; None outside of the measured runs."""
-    law = read_loss_table().get(recipe.model.architecture)
+    law = find_law(read_loss_table(), recipe.model.architecture, describe_objective(recipe.objective)["name"])
     passes = max((line.get("passes") or 0.0 for line in lines), default=0.0)
-    if law is None or not passes or recipe.checkpoint or recipe.teacher:
+    if not passes or recipe.checkpoint or recipe.teacher:
         return None
     if describe_objective(recipe.objective)["name"] != law.objective or recipe.model.family != law.family:
         return None

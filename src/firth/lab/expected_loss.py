@@ -60,8 +60,13 @@ class ExpectedLoss:
         return found
 
 
+def find_law(table: Mapping[str, ExpectedLoss], architecture: str, objective: str | None) -> ExpectedLoss:
+    """Return the law of an objective, "encoder, mlm", or else that of the architecture's default objective."""
+    return table.get(f"{architecture}, {objective}", table[architecture])
+
+
 def read_loss_table(table: Mapping[str, Any] | None = None) -> dict[str, ExpectedLoss]:
-    """Return the laws by architecture, from the table of the package."""
+    """Return the laws by architecture, and those of other objectives, from the table of the package."""
     return {name: parse_entry(entry) for name, entry in (table or read_object(TABLE_FILE)).items()}
 
 

@@ -28,12 +28,12 @@ import torch
 from firth.core.console import format_count, format_duration, quiet, say
 from firth.core.errors import UserError
 from firth.core.files import format_bytes
-from firth.lab.expected_loss import ExpectedLoss, read_loss_table
+from firth.lab.expected_loss import ExpectedLoss, find_law, read_loss_table
 from firth.lab.plan_text import TextFacts
 from firth.models import ModelConfig, count_parameters, flops_per_token
 from firth.models.presets import SHAPE_LADDER, shaped_model
 from firth.objectives.registry import describe_objective
-from firth.recipes import choose_batch, scale_rate_to_batch
+from firth.recipes import choose_batch, scale_rate_to_batch, with_repeated_text_dropout
 from firth.tokens import ShardSet
 from firth.train.batch_size import (
     CPU_MICRO_BATCH_TOKENS,
@@ -191,6 +191,7 @@ class RunPlan:
             f"rows of {recipe.max_seq_length}",
             f"{recipe.optim} at {recipe.learning_rate:g}",
             f"{recipe.lr_scheduler_type} after {warmup} warm-up",
+            *([f"dropout {recipe.model.dropout:g}"] if recipe.model.dropout else []),
             f"a checkpoint every {format_count(recipe.save_steps, 'step')}",
         ]
         loss = f"expected held-out loss {run.loss:.2f}" + (f" ({'; '.join(others)})" if others else "")
@@ -205,7 +206,8 @@ class Planner:
     """Plans runs of one text on one machine.
 
     `make_recipe` returns the recipe of a model with what the user has set. `keeps` names what must not be chosen:
-    "batch", "rate", "save_steps". `tokens` is a budget in tokens; minutes, steps and epochs are in the recipe.
+    "batch", "rate", "dropout", "save_steps". `tokens` is a budget in tokens; minutes, steps and epochs are in the
+    recipe.
     """
 
     def __init__(
@@ -318,11 +320,13 @@ class Planner:
         rows = global_batch_rows(recipe, recipe.processes)
         steps, seconds = self.count_steps(recipe, costs, rows)
         passes = steps * rows / text.rows
+        if "dropout" not in self.keeps:
+            recipe = with_repeated_text_dropout(recipe, passes)
         if "save_steps" not in self.keeps:
             recipe = replace(recipe, save_steps=choose_save_steps(steps, costs.step_seconds(rows)))
         if self.tokens and not recipe.minutes:
             recipe = replace(recipe, max_steps=steps)
-        parameters, law = count_parameters(recipe.model), self.table[recipe.model.architecture]
+        parameters, law = count_parameters(recipe.model), self.law(recipe)
         tokens_read = passes * text.tokens
         point = (parameters, tokens_read, text.tokens, text.unigram_entropy)
         found = law.extrapolations(*point)
@@ -334,6 +338,9 @@ class Planner:
         return PlannedRun(
             name, recipe, parameters, costs, steps, passes, tokens_read, seconds, round(memory), law.loss(*point), found
         )
+
+    def law(self, recipe: Recipe) -> ExpectedLoss:
+        return find_law(self.table, recipe.model.architecture, describe_objective(recipe.objective)["name"])
 
     def with_batch(self, recipe: Recipe, costs: StepCosts) -> Recipe:
         """Return the recipe with its global batch, and the learning rate that follows from it."""
@@ -469,8 +476,7 @@ class Planner:
         """Return the largest size for this text, and for a run that no time limits."""
         largest = float(MAX_PARAMETERS_PER_TOKEN * self.text.tokens)
         if not recipe.minutes:
-            law = self.table[recipe.model.architecture]
-            largest = min(largest, MAX_EXTRAPOLATION * law.fit.parameters_range[1])
+            largest = min(largest, MAX_EXTRAPOLATION * self.law(recipe).fit.parameters_range[1])
         return largest
 
     def choose(self, runs: Mapping[str, PlannedRun]) -> PlannedRun:

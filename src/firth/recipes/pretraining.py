@@ -13,10 +13,12 @@ from firth.models import MOBILEBERT_DISTILLATION, DiscriminatorHead, Extra, LMHe
 from firth.models.config import AWDLSTMConfig, Disentangled, ELMoConfig, FanInInit, GeneratorConfig, MaskDecoder
 from firth.models.prompt_form import prompt_form_of_objective
 from firth.objectives import (
+    CLM,
     MLM,
     OBJECTIVES,
     MaskedNextToken,
     Mixture,
+    MLMAndCLM,
     Objective,
     SalientSpanCorruption,
     SequenceAutoencoder,
@@ -72,6 +74,10 @@ SHAPE_RECIPES: dict[str, dict[str, Any]] = {
     "encoder": {"objective": OBJECTIVES["mlm-and-clm"], "split": "sentence"},
     "decoder": {"split": "sentence"},
 }
+# Passes over a text after which such a model learns it by heart, by objective: causal rows have a label at every
+# position, and overfit first. Masked rows alone still learn after 48 passes (docs/results.md, minimal pairs).
+OVERFITTING_PASSES: dict[type, float] = {CLM: 5.0, MLMAndCLM: 12.0, MaskedNextToken: 12.0}
+REPEATED_TEXT_DROPOUT = 0.1
 
 
 class BatchChoice(NamedTuple):
@@ -277,6 +283,15 @@ def choose_batch(
         reason = "small, as a short run learns more from more steps"
     device_rows = max(1, tokens // (max_seq_length * num_devices))
     return BatchChoice((1 << (device_rows.bit_length() - 1)) * num_devices * max_seq_length, reason)
+
+
+def with_repeated_text_dropout(recipe: Recipe, passes: float) -> Recipe:
+    """Return the recipe with dropout where this many passes would make its model learn the text by heart."""
+    if passes <= OVERFITTING_PASSES.get(type(recipe.objective), math.inf):
+        return recipe
+    model = recipe.model
+    dropout, attention = max(model.dropout, REPEATED_TEXT_DROPOUT), max(model.attention_dropout, REPEATED_TEXT_DROPOUT)
+    return replace(recipe, model=replace(model, dropout=dropout, attention_dropout=attention))
 
 
 def worth_of_repeats(tokens_read: Any, text_tokens: Any, repeats_worth_reading: float = REPEATS_WORTH_READING) -> Any:

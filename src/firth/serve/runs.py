@@ -293,7 +293,7 @@ def modified_at(file: Path) -> float:
 
 def run_references(run: WatchedRun) -> dict[str, float]:
     """Return losses to compare a pretraining run with, by name: the unigram entropy and the planner's forecast."""
-    from firth.lab.expected_loss import read_loss_table
+    from firth.lab.expected_loss import find_law, read_loss_table
     from firth.models import count_parameters
     from firth.objectives.registry import describe_objective
     from firth.train import Recipe, load_recipe
@@ -309,10 +309,10 @@ def run_references(run: WatchedRun) -> dict[str, float]:
     if recipe.model.architecture == "encoder-decoder":
         return {}  # its labels hold sentinels: word frequencies are no baseline
     references = {"word frequencies": entropy}
-    law = read_loss_table().get(recipe.model.architecture)
+    law = find_law(read_loss_table(), recipe.model.architecture, describe_objective(recipe.objective)["name"])
     tokens_per_step = next((row[4] / row[0] for row in reversed(run.rows) if row[4] and row[0]), None)
-    is_measured = law and describe_objective(recipe.objective)["name"] == law.objective
-    if law and is_measured and recipe.model.family == law.family and tokens_per_step and not recipe.checkpoint:
+    is_measured = describe_objective(recipe.objective)["name"] == law.objective
+    if is_measured and recipe.model.family == law.family and tokens_per_step and not recipe.checkpoint:
         tokens = tokens_per_step * recipe.max_steps
         point = (count_parameters(recipe.model), tokens, text_tokens, entropy)
         if not law.extrapolations(*point).keys() - {"text"}:

@@ -351,7 +351,8 @@ def run_batch(
             os.kill(pid, signal.SIGKILL)
         _, status = os.waitpid(pid, 0)
     if current >= 0:
-        output = (work / "output").read_bytes()[-2000:].decode(errors="replace")
+        written = work / "output"  # missing where the process ended before its first case wrote anything
+        output = written.read_bytes()[-2000:].decode(errors="replace") if written.is_file() else ""
         yield Outcome(current, "broken", reason or f"the process ended ({status})", "", output)
 
 
