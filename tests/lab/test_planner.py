@@ -14,6 +14,7 @@ import torch
 
 from firth import api
 from firth.cli.main import app
+from firth.commands.pretrain_plan import read_saved_fields
 from firth.core.errors import UserError
 from firth.core.files import format_bytes
 from firth.lab import plan_text, planner
@@ -21,11 +22,12 @@ from firth.lab.expected_loss import find_law, read_loss_table
 from firth.lab.plan_text import TextFacts
 from firth.lab.planner import Planner, StepCosts, describe_misfit
 from firth.models import ModelConfig, get_preset, shaped_model, with_vocabulary
-from firth.recipes import pretraining_recipe, tokenizer_kind
+from firth.recipes import pretraining_recipe, tokenizer_kind, update_recipe
 from firth.text import Corpus
 from firth.tokens import open_shards, prepare, train_tokenizer
 from firth.train import Recipe, load_recipe
 from firth.train.batch_size import MemoryTrial, fit_line
+from firth.train.recipe import save_recipe
 
 GPU_FLOPS = 3.4e14  # of an H200 in training: `measure_flops` there
 CPU_FLOPS = 4e10
@@ -394,3 +396,13 @@ def test_shapes_are_models() -> None:
         get_preset("encoder-3x100")
     with pytest.raises(UserError, match="Unknown model 'decoder-x512'"):
         get_preset("decoder-x512")
+
+
+def test_a_resumed_run_keeps_the_dropout_that_its_passes_gave_it(tmp_path: Path) -> None:
+    """Also where the resumed command reads the text less often."""
+    model = replace(get_preset("encoder-2x64"), dropout=0.1, attention_dropout=0.1)
+    save_recipe(pretraining_recipe(model, data="text", output_dir=str(tmp_path)), tmp_path / "recipe.yaml")
+    saved = read_saved_fields(tmp_path)
+    assert (saved["model.dropout"], saved["model.attention_dropout"]) == (0.1, 0.1)
+    new = update_recipe(pretraining_recipe(get_preset("encoder-2x64")), saved)
+    assert (new.model.dropout, new.model.attention_dropout) == (0.1, 0.1)
