@@ -102,8 +102,8 @@ def test_vectors_of_a_file_become_a_checkpoint(tmp_path: Path) -> None:
 
 
 def test_wrong_formats_and_words(vectors: WordVectors, tmp_path: Path) -> None:
-    with pytest.raises(UserError, match=r"Unknown format 'word3vec'\. Did you mean 'word2vec'"):
-        write_vectors(vectors, tmp_path / "a", "word3vec")
+    with pytest.raises(UserError, match=r"Unknown format 'word3vec' \(--format\)\. Did you mean 'word2vec'"):
+        api.export(tmp_path / "a", tmp_path / "b", format="word3vec")
     with pytest.raises(UserError, match="'new york' contains a space"):
         write_vectors(WordVectors(["new york"], VECTORS[:1]), tmp_path / "b", "glove")
 

@@ -23,8 +23,9 @@ from typer.exceptions import TyperException
 from firth import __version__
 from firth.cli import options as opt
 from firth.cli import render
+from firth.cli.export import EXPORT_EXAMPLES, ExportOptions, report_export
 from firth.core.console import format_count, print_error, print_text, say, set_quiet, show_table, stderr_console, track
-from firth.core.errors import MAX_REASON_CHARS, Interrupted, UserError, quote, shorten
+from firth.core.errors import MAX_REASON_CHARS, Interrupted, UserError, shorten
 from firth.generate.config import CONSTRAINTS, GenerationConfig
 from firth.serve.config import ServeConfig
 from firth.tasks import FinetuneRecipe
@@ -41,7 +42,6 @@ command = partial(opt.add_command, app)
 DISTRIBUTED_FIELDS = ("parallel", "cpu_offload")  # for commands that torchrun may start
 FIT_OPTIONS = ("data", "output_dir", "overwrite")  # `plan` takes them with --fit; --data to refuse it
 SUITE_OPTIONS = ("tasks", "seeds", "config", "resume", "overrides")  # `evaluate` takes them only with --suite
-MAX_LOGIT_DIFFERENCE = 1e-3  # between logits: rounding explains less than this
 INTERRUPTED_EXIT_CODE = 130  # after Ctrl-C
 # A wrong path or a folder without permission is a user's mistake (exit code 2); a full disk is not.
 USER_ERROR_TYPES = (PermissionError, FileNotFoundError, FileExistsError, NotADirectoryError, IsADirectoryError)
@@ -710,30 +710,12 @@ def serve(checkpoint: list[str] | None, **settings: Any) -> None:
     api.serve(checkpoint or (), **settings)
 
 
-@command(
-    opt.ExportOptions,
-    examples="""
-firth export run/final --check                 # compare logits, write nothing
-firth export run/final --output-dir hf --check
-firth export words/final --output-dir vectors --format word2vec
-""",
-)
+@command(ExportOptions, examples=EXPORT_EXAMPLES)
 def export(json: bool, **options: Any) -> None:
-    """Export a checkpoint as a Hugging Face folder, or its word vectors."""
+    """Export a checkpoint as a Hugging Face folder, as ONNX, or its word vectors."""
     from firth import api
 
-    result = api.export(**options)
-    render.print_result(result, json, "Export")
-    if result.get("max_difference", 0.0) > MAX_LOGIT_DIFFERENCE:
-        say(f"The logits differ by more than {MAX_LOGIT_DIFFERENCE}: transformers computes another model.")
-        raise typer.Exit(1)
-    if texts := result.get("differing_texts"):
-        count = format_count(len(texts), "text")
-        say(f"transformers makes other token ids of {count}; the first: {quote(texts[0])}.")
-        raise typer.Exit(1)
-    if "max_difference" in result and not json:
-        ids = " All texts have the same token ids." if "differing_texts" in result else ""
-        say(f"The logits of both differ by {result['max_difference']:.1g} at most, which is rounding.{ids}")
+    report_export(api.export(**options), json)
 
 
 @command(opt.JsonOptions)

@@ -942,19 +942,3 @@ class ServeOptions:
         "[CHECKPOINT]...",
         argument=True,
     )
-
-
-@dataclass(kw_only=True)
-class ExportOptions(OutputOptions):
-    checkpoint: str = option(..., "A checkpoint folder; for word vectors also a file of them.", argument=True)
-    output_dir: str | None = option(None, "Write to this folder; not needed with --check.", "FOLDER", required=True)
-    format: str = option(
-        "huggingface",
-        "Write huggingface, word2vec, glove or firth. word2vec and glove are word vectors as gensim reads them, firth "
-        "is a checkpoint of word vectors for finetune.",
-        "NAME",
-    )
-    check: bool = option(
-        False, "Open the export in transformers and compare the logits, and the token ids of texts in 25 scripts."
-    )
-    task: str = option("", "Export one of several tasks with heads, as a model for this task alone.", "NAME")

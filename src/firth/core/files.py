@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
 MANIFEST_FILE = "manifest.json"
 # What a folder holds. Its manifest says so: --overwrite replaces a folder of the same kind only.
-KINDS = ("model", "adapter", "weights", "tokenizer", "shards", "rows", "vectors", "counts", "phrases")
+KINDS = ("model", "adapter", "weights", "tokenizer", "shards", "rows", "vectors", "counts", "phrases", "onnx", "gguf")
 PID_SUFFIX = re.compile(r"\.\d+\.tmp")  # of a temporary folder of one process
 VERIFIED_FILE = ".verified.json"  # sizes and times of shards whose content was verified (tokens/shards.py)
 MODEL_CARD_FILE = "README.md"  # people edit it: replacing a folder keeps it, and a changed one is not foreign

@@ -20,7 +20,6 @@ from firth.evaluate.vectors import WordVectors, load_word_vectors, vectors_to_mo
 from firth.models import write_model
 from firth.train import last_checkpoint, read_log
 
-VECTOR_FORMATS = ("word2vec", "glove", "firth")
 MAX_SAMPLE_WORDS = 12  # words whose neighbours a report shows
 
 
@@ -70,10 +69,6 @@ def most_similar(
 
 def write_vectors(vectors: WordVectors, folder: Path, file_format: str) -> list[Path]:
     """Write vectors.txt, for word2vec with a header and vectors.bin; "firth" writes a checkpoint for `finetune`."""
-    if file_format not in VECTOR_FORMATS:
-        raise UserError(
-            f"Unknown format {quote(file_format)}. {did_you_mean(file_format, ('huggingface', *VECTOR_FORMATS))}"
-        )
     if file_format == "firth":
         with atomic_folder(folder) as temporary:
             write_model(vectors_to_model(vectors), temporary)

@@ -28,7 +28,7 @@ from firth.models.regional_compile import compilable_region
 
 def gather_positions(x_BTX: Tensor, positions_BK: Tensor) -> Tensor:
     """Return x (B, T, ...) at K positions of each row: (B, K, ...)."""
-    row_B1 = torch.arange(len(x_BTX), device=x_BTX.device)[:, None]
+    row_B1 = torch.arange(x_BTX.shape[0], device=x_BTX.device)[:, None]  # len() would fix B in an exported graph
     return x_BTX.flatten(0, 1)[positions_BK + row_B1 * x_BTX.shape[1]]
 
 

@@ -239,6 +239,7 @@ def dotted_names(recipe: dict[str, Any], prefix: str = "") -> list[str]:
 def command_lines(fixtures: Fixtures) -> MakeCase:
     """Options of every command with odd values; commands that would train are asked for --dry-run."""
     from firth.cli import options as opt
+    from firth.cli.export import ExportOptions
     from firth.generate.config import GenerationConfig
     from firth.tasks import FinetuneRecipe
     from firth.train import Recipe
@@ -265,7 +266,7 @@ def command_lines(fixtures: Fixtures) -> MakeCase:
         ),
         "fill": ([bert, "a [MASK] slept"], opt.list_options(opt.FillOptions)),
         "embed": ([bert, "a cat", "a dog"], opt.list_options(opt.EmbedOptions)),
-        "export": ([bert, "--output-dir=out"], opt.list_options(opt.ExportOptions)),
+        "export": ([bert, "--output-dir=out"], opt.list_options(ExportOptions)),
         "show": (["bert-tiny", "--data", fixtures.shards], opt.list_options(opt.ShowOptions, Recipe)),
         "models": ([], opt.list_options(opt.JsonOptions)),
     }

@@ -94,6 +94,10 @@ def rel_shift(x_BHTR: Tensor, S: int) -> Tensor:
             [-2, -1,  0]])
     """
     T, R = x_BHTR.shape[-2:]
+    if torch.compiler.is_exporting():  # an exported graph has one branch for every T
+        device = x_BHTR.device
+        index_TS = torch.arange(S, device=device)[None] + (T - 1) - torch.arange(T, device=device)[:, None]
+        return x_BHTR.gather(-1, index_TS.expand(*x_BHTR.shape[:-1], S))
     if T == 1:
         return x_BHTR[..., :S]
     flat = x_BHTR.flatten(-2)[..., T - 1 : T - 1 + T * (R - 1)]
@@ -124,9 +128,11 @@ def query_to_key_distances(S: int, query_positions_BT: Tensor, x_BHXR: Tensor) -
 def backward_distances(T: int, S: int, device: torch.device) -> Tensor:
     """Return (R,): query position minus key position, largest first. S - T keys of a memory precede the queries.
 
-    R is rounded up to a multiple that matmuls on a GPU favour.
+    R is rounded up to a multiple that matmuls on a GPU favour; not in an exported graph, which serves every T.
     """
-    R = -(-(T + S - 1) // DISTANCE_COUNT_MULTIPLE) * DISTANCE_COUNT_MULTIPLE
+    R = T + S - 1
+    if not torch.compiler.is_exporting():
+        R = -(-R // DISTANCE_COUNT_MULTIPLE) * DISTANCE_COUNT_MULTIPLE
     return S - T - torch.arange(1 - T, 1 - T + R, device=device)
 
 
@@ -243,9 +249,13 @@ class RelativePositionEmbedding(nn.Module):
         self.norm = nn.LayerNorm(config.dim, eps=config.norm.eps) if spec.norm_embeddings else nn.Identity()
 
     def forward(self, x_BTD: Tensor, S: int, token_type_ids_BT: Tensor | None = None) -> RelativePositions:
-        """Use only the rows of the table that T queries and S keys can reach: a bucket is never above its distance."""
-        T, last = x_BTD.shape[1], 2 * self.span - 1
-        low, high = max(self.span - T + 1, 0), min(self.span + S - 1, last)
+        """Use only the rows of the table that T queries and S keys can reach: a bucket is never above its distance.
+
+        An exported graph, which serves every T, uses all of them.
+        """
+        T, low, high = x_BTD.shape[1], 0, 2 * self.span - 1
+        if not torch.compiler.is_exporting():
+            low, high = max(self.span - T + 1, 0), min(self.span + S - 1, high)
         back_R = backward_distances(T, S, x_BTD.device)
         if self.spec.num_buckets:
             back_R = log_bucket(back_R, self.spec.num_buckets, self.spec.max_distance)

@@ -45,7 +45,7 @@ class Rope:
 
     def __init__(self, position_ids_BT: Tensor, frequencies: Tensor) -> None:
         angle = position_ids_BT[:, :, None, None, None].float() * frequencies
-        as_table = torch.compiler.is_compiling()
+        as_table = torch.compiler.is_compiling() and not torch.compiler.is_exporting()  # ONNX has cos and sin
         cos, sin = cos_and_sin(angle) if as_table else (angle.cos(), angle.sin())
         self.cos, self.sin = cos, torch.cat([-sin, sin], 3)  # (B or 1, T, 1, 1 or 2, d / 2)
 

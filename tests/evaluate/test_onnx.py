@@ -1,0 +1,183 @@
+"""ONNX: onnxruntime computes the same outputs for other shapes than those of tracing, and the same scores."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import subprocess
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from firth import api
+from firth.core.errors import UserError
+from firth.evaluate.onnx_check import MAX_ONNX_DIFFERENCE, OnnxModel, Session, compare_with_onnxruntime
+from firth.evaluate.onnx_export import OPSET, export_graph, write_onnx
+from firth.evaluate.onnx_graph import Graph, make_graphs
+from firth.models import Model, ModelConfig, make_model
+from firth.models import presets as p
+from firth.models.config import ALiBi, BiLSTMConfig, GeneratorConfig, SlidingWindow
+from firth.models.task_heads import head_for_task
+from firth.objectives import Batch
+from firth.tokens import train_tokenizer
+
+pytest.importorskip("onnx")
+pytest.importorskip("onnxscript")
+pytest.importorskip("onnxruntime")
+
+V = 64
+
+
+def random_model(config: ModelConfig) -> Model:
+    """Large weights: a wrong mask or position then changes the logits by more than rounding."""
+    torch.manual_seed(0)
+    model = make_model(config).eval()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(torch.randn_like(parameter) * 0.2)
+    return model
+
+
+def with_head(config: ModelConfig, task: str) -> ModelConfig:
+    return replace(config, head=head_for_task(config, task, ("a", "b", "c")))
+
+
+def exported(model: Model, folder: Path) -> list[Graph]:
+    folder.mkdir()
+    graphs = make_graphs(model)
+    for graph in graphs:
+        export_graph(graph, folder / graph.file)
+    return graphs
+
+
+def test_a_classifier_is_exported_quantized_and_scored(
+    saved: Callable[[str], Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    rows = [{"text": f"{word} {i}", "label": label} for i in range(6) for word, label in (("the", "a"), ("old", "b"))]
+    data = tmp_path / "dev.jsonl"
+    data.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    api.finetune(saved("bert"), "classify", data, data, tmp_path / "run", max_steps=3, seeds=1, max_seq_length=16)
+    final = tmp_path / "run" / "final"
+    made = api.export(final, tmp_path / "onnx", check=True, format="onnx", quantize="int8", data=data)
+    assert made["max_difference"] < made["tolerance"] == MAX_ONNX_DIFFERENCE
+    assert made["compared_with"].startswith("onnxruntime")
+    assert (made["opset"], made["outputs"]) == (OPSET, ["logits"])
+    assert made["inputs"]["input_ids"] == ["batch", "sequence"]
+    assert 0 < made["int8_difference"] < 1
+    assert made["bytes"]["model_quantized.onnx"] < 0.7 * made["bytes"]["model.onnx"]
+    own = api.evaluate(final, data=data, output_dir=tmp_path / "scores")["metrics"]
+    assert made["scores"]["float32"] == pytest.approx(own)
+    assert made["scores"]["int8"].keys() == own.keys()
+    names = {file.name for file in (tmp_path / "onnx").iterdir()}
+    assert {"config.json", "tokenizer.json", "tokenizer_config.json", "task.json", "model.onnx"} <= names
+    with pytest.raises(UserError, match="--overwrite"):
+        api.export(final, tmp_path / "onnx", format="onnx")
+    with pytest.raises(UserError, match="is of kind onnx, not model"):
+        api.export(final, tmp_path / "onnx", overwrite=True)  # ONNX is no Hugging Face folder
+
+
+@pytest.mark.slow
+def test_a_decoder_with_a_cache_and_left_padding(tmp_path: Path) -> None:
+    model = random_model(p.llama(2, 16, 4, 32, V, num_kv_heads=2))
+    graphs = exported(model, tmp_path / "onnx")
+    assert graphs[0].outputs[:3] == ("logits", "present.0.key", "present.0.value")
+    assert list(graphs[0].inputs)[3] == "past_key_values.0.key"
+    assert compare_with_onnxruntime(model, graphs, tmp_path / "onnx") < 1e-5
+    with torch.no_grad():
+        model.stack.blocks[1].attention.out.weight[0, 0] += 0.1  # type: ignore[union-attr, operator, index]
+    assert compare_with_onnxruntime(model, graphs, tmp_path / "onnx") > MAX_ONNX_DIFFERENCE, "the check can fail"
+
+
+OTHERS = {
+    "modernbert": lambda: p.modernbert(4, 16, 2, 32, V, window=SlidingWindow(8, 3)),
+    "roberta": lambda: p.roberta(2, 16, 2, V),
+    "albert": lambda: p.albert(2, 16, 2, 8, V),
+    "deberta": lambda: p.deberta(2, 16, 2, V),
+    "deberta-v2": lambda: p.deberta_v2(2, 16, 2, V),
+    "xlnet": lambda: p.xlnet(2, 16, 2, V),
+    "electra": lambda: p.bert(2, 16, 2, V, extras=(GeneratorConfig(width_ratio=0.5),)),
+    "gpt2": lambda: p.gpt2(2, 16, 2, V),
+    "gates": lambda: p.gpt2(4, 16, 2, V, attention_gate=True, value_residual=True, unet_skips=True, position=ALiBi()),
+    "t5": lambda: p.t5(2, 16, 2, 32, V),
+    "bart": lambda: p.bart(2, 16, 2, V),
+    "llama-classify": lambda: with_head(p.llama(2, 16, 4, 32, V), "classify"),
+    "t5-tag": lambda: with_head(p.t5(2, 16, 2, 32, V), "tag"),
+    **{
+        f"bert-{task}": lambda task=task: with_head(p.bert(2, 16, 2, V), task)  # type: ignore[misc]
+        for task in ("regress", "choice", "tag", "span-qa", "embed")
+    },
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", OTHERS)
+def test_other_families_and_heads(name: str, tmp_path: Path) -> None:
+    model = random_model(OTHERS[name]())
+    graphs = exported(model, tmp_path / "onnx")
+    assert compare_with_onnxruntime(model, graphs, tmp_path / "onnx") < 2e-5
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("task", ["classify", "regress", "choice", "tag", "span-qa", "embed"])
+def test_packed_rows_get_the_logits_of_the_model(task: str, tmp_path: Path) -> None:
+    model = random_model(with_head(p.bert(2, 16, 2, V), task))
+    exported(model, tmp_path / "onnx")
+    batch = Batch(
+        torch.randint(5, V, (2, 12)),
+        document_ids=torch.tensor([[0] * 5 + [1] * 4 + [-1] * 3, [0] * 12]),
+        position_ids=torch.tensor([[0, 1, 2, 3, 4, 0, 1, 2, 3, 0, 0, 0], list(range(12))]),
+        token_type_ids=torch.randint(2, (2, 12)),
+        target_positions=torch.tensor([[0, 5], [0, 3 if task == "tag" else 0]]),
+    )
+    with torch.no_grad():
+        ours = model.logits(batch)
+    theirs = OnnxModel(model.config, Session(tmp_path / "onnx" / "model.onnx")).logits(batch)
+    real = batch.document_ids >= 0 if task == "span-qa" else ...
+    torch.testing.assert_close(theirs[real], ours[real], rtol=0, atol=1e-5)
+
+
+def test_models_without_a_graph_are_refused_by_the_name_of_the_field() -> None:
+    bert = p.bert(2, 16, 2, V)
+    tags = with_head(bert, "tag")
+    refused = {
+        "model.recurrent": replace(p.bert(1, 16, 2, V), recurrent=BiLSTMConfig(8)),
+        "model.head.crf": replace(tags, head=replace(tags.head, crf=True)),  # type: ignore[call-arg]
+        "model.prompt_form prefix": replace(p.gpt2(1, 16, 2, V), prompt_form="prefix"),
+        "num_marked": with_head(bert, "relation"),
+    }
+    for name, config in refused.items():
+        with pytest.raises(UserError, match=name):
+            make_graphs(type("Any", (), {"config": config})())
+
+
+def test_options_that_a_format_does_not_have(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="--quantize is for --format onnx"):
+        api.export(tmp_path, tmp_path / "out", quantize="int8")
+    with pytest.raises(UserError, match="'int4' is not one of int8"):
+        api.export(tmp_path, tmp_path / "out", format="onnx", quantize="int4")
+
+
+def test_data_need_the_head_of_a_task(saved: Callable[[str], Path], tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="--data scores the head of a task"):
+        write_onnx(saved("gpt2"), tmp_path / "out", data=tmp_path / "dev.jsonl")
+
+
+@pytest.mark.skipif(shutil.which("node") is None, reason="needs node")
+@pytest.mark.parametrize("lowercase", [False, True])
+def test_the_page_for_browsers_makes_the_same_token_ids(lowercase: bool, corpus_file: Path, tmp_path: Path) -> None:
+    texts = corpus_file.read_text(encoding="utf-8").split("\n\n")
+    tokenizer = train_tokenizer(texts, "wordpiece", 400, lowercase=lowercase)
+    tokenizer.save(tmp_path)
+    page = (Path(__file__).parents[2] / "docs" / "browser.html").read_text(encoding="utf-8")
+    code = page[page.index("  const vocab =") : page.index("  const session =")]
+    asked = [texts[0], *texts[1].splitlines(), "Who's (not) here? 图书馆 x-ray: 3.14 €5", ""]
+    script = f"""const tokenizer = JSON.parse(require("fs").readFileSync("tokenizer.json"));
+const config = {{ max_position_embeddings: 512 }};
+{code}
+console.log(JSON.stringify({json.dumps(asked)}.map(encode)));"""
+    done = subprocess.run(["node", "-e", script], cwd=tmp_path, capture_output=True, text=True, check=True, timeout=60)
+    cls, sep = tokenizer.vocab.cls, tokenizer.vocab.sep
+    assert json.loads(done.stdout) == [[cls, *tokenizer.encode(text), sep] for text in asked]
