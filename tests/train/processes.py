@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 PATIENCE = 300  # seconds in which all must have ended
+SLOW_PATIENCE = 1800  # seconds, for many jobs in more processes than a machine has cores
 
 
 def free_port() -> int:
@@ -41,10 +42,10 @@ def start(size: int, *words: object, **more: str) -> list[subprocess.Popen[str]]
     ]
 
 
-def ended(processes: Sequence[subprocess.Popen[str]]) -> list[tuple[int, str, str]]:
+def ended(processes: Sequence[subprocess.Popen[str]], patience: float = PATIENCE) -> list[tuple[int, str, str]]:
     """The exit code, stdout and stderr of each process."""
     try:
-        found = [p.communicate(timeout=PATIENCE) for p in processes]
+        found = [p.communicate(timeout=patience) for p in processes]
     finally:
         for p in processes:
             p.kill()
@@ -52,16 +53,21 @@ def ended(processes: Sequence[subprocess.Popen[str]]) -> list[tuple[int, str, st
 
 
 def run(
-    size: int, jobs: Sequence[Mapping[str, Any]], folder: Path, codes: Sequence[int] = (), **more: str
+    size: int,
+    jobs: Sequence[Mapping[str, Any]],
+    folder: Path,
+    codes: Sequence[int] = (),
+    patience: float = PATIENCE,
+    **more: str,
 ) -> list[str]:
     """Let N processes run recipes one after the other and return their output; `codes` are the expected exit codes.
 
-    A job is {"recipe": its file, and arguments of `pretrain`} or {"words": a command line}; `harm` is a fault to
-    inject.
+    A job is {"recipe": its file, and arguments of `pretrain`}, {"finetune": its file, and arguments of `finetune`} or
+    {"words": a command line}; `harm` is a fault to inject.
     """
     plan = folder / f"plan-{size}-{free_port()}.json"
     plan.write_text(json.dumps(list(jobs)))
-    found = ended(start(size, __file__, plan, **more))
+    found = ended(start(size, __file__, plan, **more), patience)
     assert [code for code, _, _ in found] == list(codes or [0] * size), "\n".join(err for _, _, err in found)
     return [err for _, _, err in found]
 
@@ -71,6 +77,7 @@ def work(jobs: Sequence[dict[str, Any]]) -> None:
     import warnings
 
     from firth.core.errors import UserError
+    from firth.tasks import FinetuneRecipe, finetune
     from firth.train import Interrupted, Recipe, load_recipe, pretrain
 
     warnings.simplefilter("ignore")
@@ -82,9 +89,10 @@ def work(jobs: Sequence[dict[str, Any]]) -> None:
                 sys.argv = ["firth", *job["words"]]
                 main()
             else:
-                recipe = load_recipe(Path(job.pop("recipe")), Recipe)
+                train, kind = (finetune, FinetuneRecipe) if "finetune" in job else (pretrain, Recipe)
+                recipe: Any = load_recipe(Path(job.pop("finetune" if kind is FinetuneRecipe else "recipe")), kind)
                 try:
-                    pretrain(recipe, **job)
+                    train(recipe, **job)
                 except (Interrupted, UserError) as e:
                     Path(f"{recipe.output_dir}-{os.environ['RANK']}.txt").write_text(f"{getattr(e, 'code', 2)}: {e}")
 

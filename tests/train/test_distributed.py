@@ -335,13 +335,15 @@ def test_parallel_without_torchrun_raises(shards_of: Make, tmp_path: Path) -> No
     assert not (tmp_path / "run").exists()
 
 
-def test_torchrun_without_parallel_raises(shards_of: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    recipe = Runs(tmp_path, shards_of("bert")).recipe("run")
+def test_parallel_none_with_several_processes_raises(
+    shards_of: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    recipe = Runs(tmp_path, shards_of("bert")).recipe("run", parallel="none")
     monkeypatch.setenv("RANK", "0")
     monkeypatch.setenv("WORLD_SIZE", "1")
     assert init_distributed(recipe) is SINGLE_PROCESS
     monkeypatch.setenv("WORLD_SIZE", "2")
-    with pytest.raises(UserError, match=r"2 processes were started, .* Pass --parallel ddp"):
+    with pytest.raises(UserError, match=r"2 processes were started, .* Leave --parallel none out"):
         pretrain(recipe)
     monkeypatch.setenv("RANK", "first")
     with pytest.raises(UserError, match="RANK=first"):
@@ -351,12 +353,11 @@ def test_torchrun_without_parallel_raises(shards_of: Make, tmp_path: Path, monke
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
-        ({"optim": "muon"}, "muon needs whole ones"),
-        ({"optim": "adafactor"}, "adafactor needs whole ones"),
         ({"engine": EngineConfig(weights="bf16")}, "leave engine.weights=bf16 out"),
-        ({"model": get_preset("albert-tiny")}, "layers that share weights"),
         ({"model": get_preset("ulmfit-tiny")}, "LSTMs"),
+        ({"parallel": "hsdp", "fp8": True}, "--parallel hsdp shards matrices"),
         ({"parallel": "ddp", "cpu_offload": True}, "--cpu-offload needs"),
+        ({"shard_size": 2}, "--shard-size needs --parallel hsdp"),
     ],
 )
 def test_settings_that_fsdp_does_not_support_raise(

@@ -29,7 +29,7 @@ CASES: dict[str, tuple[str, str, tuple[str, ...], dict[str, Any]]] = {
     "electra": ("electra-tiny", "bert", ("ddp", "fsdp"), {}),
     "deberta": ("deberta-tiny", "bert", ("ddp", "fsdp"), {}),
     "xlnet": ("xlnet-tiny", "bert", ("ddp", "fsdp"), {}),
-    "albert": ("albert-tiny", "bert", ("ddp",), {}),
+    "albert": ("albert-tiny", "bert", ("ddp", "fsdp"), {}),
     "memory": ("xlnet-tiny", "bert", ("ddp",), {"order": "stream", "memory": 16}),
     "ulmfit": ("ulmfit-tiny", "gpt2", ("ddp",), {}),
     "bf16 weights": ("bert-tiny", "bert", ("ddp",), {"engine": EngineConfig(weights="bf16")}),

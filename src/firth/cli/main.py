@@ -39,7 +39,7 @@ app = typer.Typer(
 )
 command = partial(opt.add_command, app)
 
-DISTRIBUTED_FIELDS = ("parallel", "cpu_offload")  # for commands that torchrun may start
+DISTRIBUTED_FIELDS = ("parallel", "shard_size", "cpu_offload")  # for commands that torchrun may start
 FIT_OPTIONS = ("data", "output_dir", "overwrite")  # `plan` takes them with --fit; --data to refuse it
 SUITE_OPTIONS = ("tasks", "seeds", "config", "resume", "overrides")  # `evaluate` takes them only with --suite
 INTERRUPTED_EXIT_CODE = 130  # after Ctrl-C

@@ -62,7 +62,7 @@ RECIPE_TOPICS = {
     "Preferences": "preference_loss beta label_smoothing simpo_gamma center_rewards_coefficient",
     "Seeds and scores": "search seeds metric baseline load_best early_stopping",
     "Generated answers": "max_target_length num_beams length_penalty",
-    COMPUTE: "device bf16 fp16 fp8 compile gradient_checkpointing deterministic parallel cpu_offload",
+    COMPUTE: "device bf16 fp16 fp8 compile gradient_checkpointing deterministic parallel shard_size cpu_offload",
     RUN: "eval_steps eval_rows save_steps save_total_limit async_save logging_steps report_to seed",
 }
 GENERATION_TOPICS = {

@@ -11,6 +11,7 @@ from firth.commands.results import EvaluationResult
 from firth.core.console import say
 from firth.core.errors import UserError
 from firth.tasks.recipe import TASK_FILE, read_task_file
+from firth.train.launch_env import require_single_process
 
 if TYPE_CHECKING:
     from firth.evaluate.predict_input import PredictInput
@@ -71,6 +72,7 @@ def evaluate_suite(
     """
     path = Path(output_dir) if output_dir else default_evaluation_folder(checkpoint, Path(suite).stem)
     changes = merge_recipe_changes(config, options, overrides, {})
+    require_single_process("evaluate-suite runs in one process: start it without torchrun.")
     from firth.evaluate import evaluate_suite as run_suite
 
     result = run_suite(checkpoint, suite, path, data, seeds, tasks, changes, resume, overwrite)

@@ -296,6 +296,7 @@ def prove_resume(
     """
     if kills < 1:
         raise UserError(f"--kills is {kills}, and must be at least 1.")
+    require_single_process("prove-resume runs in one process: start it without torchrun.")
     data_options = DataOptions(vocab_size, lowercase, held_out, pop_corpus_options(options))
     options = {"max_steps": 10 * kills, "save_steps": 5, **options}
     plan = plan_pretraining(model, data, output_dir, tokenizer, objective, data_options, config, overrides, options)

@@ -310,6 +310,14 @@ def with_chosen_batch(recipe: Recipe, text_tokens: int) -> Recipe:
     choice = choose_batch(recipe.model, length, text_tokens, on_gpu, launched_devices(), **run_length)
     rows = format_count(choice.tokens // length, "row")
     say(f"global batch: {choice.tokens:,} tokens, {rows} of {length} ({choice.reason})")
+    if recipe.minutes:
+        run_length["tokens_read"] /= num_devices
+    alone = choose_batch(recipe.model, length, text_tokens, on_gpu, **run_length)
+    if alone.tokens != choice.tokens:
+        say(
+            f"one process would have a global batch of {alone.tokens:,} tokens: --global-batch-tokens {alone.tokens} "
+            f"trains in {num_devices} processes as in one"
+        )
     return replace(recipe, global_batch_tokens=choice.tokens)
 
 

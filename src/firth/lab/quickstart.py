@@ -64,6 +64,7 @@ from firth.tokens.shards import find_shard_damage
 from firth.train import Recipe, load_recipe, pretrain, read_log, run_folder, token_loss_name
 from firth.train.clock import RunClock
 from firth.train.compute import load_average
+from firth.train.launch_env import require_single_process
 from firth.train.pretrain import MIN_USEFUL_STEPS, time_pretraining
 
 DEFAULT_MINUTES, MAX_DEFAULT_MINUTES = 5.0, 6.5  # per architecture; the second on a busy machine
@@ -171,6 +172,7 @@ def quickstart(
     """
     if minutes is not None and minutes <= 0:
         raise UserError(f"minutes is {minutes}, and must be more than 0.")
+    require_single_process("quickstart runs in one process: start it without torchrun.")
     budget = TimeBudget(60 * (minutes or DEFAULT_MINUTES), 60 * (minutes or MAX_DEFAULT_MINUTES))
     folder = Path(output_dir) if output_dir else next_free_folder("quickstart")
     setups = architecture_setups(all)

@@ -90,7 +90,7 @@ class BatchChoice(NamedTuple):
 def pretraining_recipe(model: ModelConfig, **fields: Any) -> Recipe:
     """Return the default recipe for a model, with `fields` set on top."""
     objective = OBJECTIVES[default_objective(model)]
-    optim = fields.get("optim") or default_optimizer(model, fields.get("parallel", "none"))
+    optim = fields.get("optim") or default_optimizer(model)
     model = replace(model, extras=model.extras or default_extras(model))
     defaults = {
         "optim": optim,
@@ -108,7 +108,7 @@ def update_recipe(recipe: Recipe, changes: Mapping[str, Any]) -> Recipe:
     if isinstance(new.objective, SequenceAutoencoder) and "order" not in changes:
         new = replace(new, order="packed")
     if "optim" not in changes:
-        new = replace(new, optim=taught_optimizer(new) if new.teacher else default_optimizer(new.model, new.parallel))
+        new = replace(new, optim=taught_optimizer(new) if new.teacher else default_optimizer(new.model))
     if "warm_start" not in changes:
         new = replace(new, warm_start=default_warm_start(new))
     if "weight_decay" not in changes:
@@ -217,13 +217,13 @@ def needs_sentinels(objective: Objective) -> bool:
     return isinstance(objective, SpanCorruption | SalientSpanCorruption)
 
 
-def default_optimizer(model: ModelConfig, parallel: str) -> Literal["adamw", "muon", "adafactor"]:
+def default_optimizer(model: ModelConfig) -> Literal["adamw", "muon", "adafactor"]:
     """Return Muon, which reaches a lower loss than AdamW in the same time, above all with pre-norm (docs/results.md).
 
-    T5's fan-in initialization works best with Adafactor, with which it was published. Both optimizers need whole
-    matrices, so FSDP uses AdamW. So do LSTMs, for which the others are not tested.
+    T5's fan-in initialization works best with Adafactor, with which it was published. LSTMs use AdamW: the others are
+    not tested with them.
     """
-    if model.recurrent is not None or parallel == "fsdp":
+    if model.recurrent is not None:
         return "adamw"
     return "adafactor" if isinstance(model.init, FanInInit) else "muon"
 

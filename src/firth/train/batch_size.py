@@ -142,8 +142,10 @@ def find_row_limit(
 ) -> tuple[int, str]:
     """Return how many rows a device can compute at once, and why."""
     device, length = select_device(dist_context, recipe), recipe.max_seq_length
-    if recipe.parallel == "fsdp" or recipe.teacher or recipe.memory:
-        blocker = "--parallel fsdp" if recipe.parallel == "fsdp" else "a teacher" if recipe.teacher else "a memory"
+    if recipe.shards_model or recipe.teacher or recipe.memory:
+        blocker = (
+            f"--parallel {recipe.parallel}" if recipe.shards_model else "a teacher" if recipe.teacher else "a memory"
+        )
         return UNMEASURED_MICRO_BATCH_TOKENS // length, f"memory is not measured with {blocker}"
     if device.type == "cuda":
         torch.cuda.empty_cache()

@@ -47,6 +47,7 @@ RECURRENT_STATE_FILE = "recurrent_state.safetensors"
 EMA_FILE = "ema.safetensors"
 GUARD_FILE = "guard.safetensors"
 OPTIMIZER_FILE = "optimizer.safetensors"
+WHOLE_STATES = ("step", "exp_avg_sq_row", "exp_avg_sq_col")  # of optimizers: not sharded like their parameter
 # Errors of a disk that is full or read-only.
 DISK_REFUSED_ERRNOS = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EACCES, errno.EPERM)
 
@@ -184,7 +185,8 @@ def load_optimizer(folder: Path, model: Model, optimizer: torch.optim.Optimizer)
         folder, OPTIMIZER_FILE
     ).items():  # a parameter without a gradient so far has no entry
         name, _, entry = key.rpartition("/")
-        optimizer.state[parameters[name]][entry] = distribute_like(parameters[name], value)
+        p = parameters[name]
+        optimizer.state[p][entry] = value.to(p.device) if entry in WHOLE_STATES else distribute_like(p, value)
     return read_train_state(folder)
 
 

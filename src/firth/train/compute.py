@@ -88,7 +88,7 @@ def choose_compute(training: TrainingConfig, dist_context: DistContext = SINGLE_
         short_run = False  # compiled regions would rule out CUDA graphs
     # FSDP hooks gather weights between blocks, so only blocks can be compiled
     compile_in_regions = compiles and (
-        dist_context.strategy == "fsdp" or (short_run if engine.compile_regions is None else engine.compile_regions)
+        dist_context.is_sharded or (short_run if engine.compile_regions is None else engine.compile_regions)
     )
     blocker = eager_blocker if compile_in_regions else compiled_blocker
     if engine.cuda_graphs and blocker:

@@ -5,7 +5,7 @@ of a rank is divided by the number of targets of the whole step, so that the sum
 
 - `--parallel ddp`: each rank has the whole model. Gradients are summed after the last backward pass, in buckets of
   32 MB (a few large all-reduces use the bandwidth better than many small ones).
-- `--parallel fsdp`: each rank has a shard of the weights, gradients and optimizer state (`fsdp.py`).
+- `--parallel fsdp` and `hsdp`: each rank has a shard of the weights, gradients and optimizer state (`fsdp.py`).
 
 A `DistContext` of one process makes every collective the identity, so that one training loop serves all. Collectives of
 numbers and JSON run on the CPU (gloo), those of tensors on the GPU (NCCL). No pickle is sent.
@@ -48,6 +48,12 @@ class DistContext:
     """The processes of a run. This base class is one process: every collective returns its input."""
 
     rank, world_size, strategy = 0, 1, "none"
+    shard_size = 1  # processes that hold a model together
+
+    @property
+    def is_sharded(self) -> bool:
+        """Whether each rank has a part of the model only, so that saving and reading it needs all of them."""
+        return False
 
     @property
     def is_main_process(self) -> bool:
@@ -279,7 +285,11 @@ def check_device(training: TrainingConfig) -> None:
         raise UserError(
             f"--device cuda: torch finds no GPU here{visible_devices_hint()}. Leave it out to compute on the CPU."
         )
-    if training.device == "cpu" and training.parallel != "none" and there:
+    launch = read_launch_env()
+    is_parallel = (
+        launch is not None and launch.world_size > 1 if training.parallel == "auto" else training.parallel != "none"
+    )
+    if training.device == "cpu" and is_parallel and there:
         raise UserError("--device cpu is for one process where there are GPUs; CUDA_VISIBLE_DEVICES= hides them.")
 
 

@@ -5,6 +5,13 @@ freed. In the backward pass they are gathered again, and each gradient is reduce
 keeping its shard (ZeRO stage 3: Rajbhandari et al. 2020). Memory falls with the number of ranks; a step communicates
 1.5 times as much as DDP, overlapped with the computation of neighbouring blocks.
 
+Hybrid sharding (HSDP) cuts the ranks into groups, as a rule the GPUs of one machine. Each group holds the whole model,
+sharded over its ranks. Weights are gathered inside of a group, over its fast links; only the gradient shards are then
+all-reduced between groups. Memory falls with the size of a group alone.
+
+A unit is gathered at once. Each block is one, unless its weights are read outside of its own forward pass or more than
+once in a step (ALBERT's layers): those join the unit of embeddings and head, which stays gathered for the whole step.
+
 Checkpoints contain whole tensors, one file per rank, so that any number of processes can resume from them.
 """
 
@@ -21,7 +28,8 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor, nn
-from torch.distributed.device_mesh import init_device_mesh
+from torch._C._distributed_c10d import Store
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import (
     CPUOffloadPolicy,
     FSDPModule,
@@ -50,16 +58,42 @@ from firth.train.checkpoint import (
 from firth.train.compute import ComputeConfig
 from firth.train.distributed import DDPContext, DistContext
 from firth.train.dtensor import to_full_tensor
+from firth.train.launch_env import LaunchEnv
 from firth.train.recipe import TrainingConfig
 from firth.train.writer import CheckpointWriter
 
+_meshes: dict[tuple[int, int], DeviceMesh] = {}  # of HSDP, by their shape
 REPLICATED_FILES = (RECURRENT_STATE_FILE, GUARD_FILE)  # equal on all ranks; rank 0 writes them
 
 
 class FSDPContext(DDPContext):
-    """Data parallelism with a shard of every weight, gradient and optimizer state per rank."""
+    """Data parallelism with a shard of every weight, gradient and optimizer state per rank.
+
+    `shard_size` ranks hold a model together; fewer than all ranks is HSDP.
+    """
 
     strategy = "fsdp"
+
+    def __init__(self, launch_env: LaunchEnv, store: Store, groups: Mapping[str, Any], shard_size: int = 0) -> None:
+        super().__init__(launch_env, store, groups)
+        self.shard_size, self.strategy = shard_size or self.world_size, "hsdp" if shard_size else "fsdp"
+
+    def __str__(self) -> str:
+        shards = f", {self.world_size // self.shard_size} x {self.shard_size}" if self.strategy == "hsdp" else ""
+        return f"{self.world_size} processes ({self.strategy}{shards})"
+
+    @property
+    def is_sharded(self) -> bool:
+        return True
+
+    def device_mesh(self, device_type: str) -> DeviceMesh:
+        """Return the mesh of all ranks: one dimension for FSDP, replicate x shard for HSDP."""
+        if self.strategy == "fsdp":
+            return init_device_mesh(device_type, (self.world_size,))
+        shape = self.world_size // self.shard_size, self.shard_size
+        if (mesh := _meshes.get(shape)) is None:  # each has process groups of its own
+            mesh = _meshes[shape] = init_device_mesh(device_type, shape, mesh_dim_names=("replicate", "shard"))
+        return mesh
 
     def prepare_model(self, model: Model, training: TrainingConfig, compute: ComputeConfig) -> None:
         """Shard each block as a unit, gathered in the compute dtype, and all other parameters as one float32 unit."""
@@ -68,7 +102,7 @@ class FSDPContext(DDPContext):
         blocks = exact if half is None else MixedPrecisionPolicy(half, torch.float32, torch.float32)
         offload = CPUOffloadPolicy(compute.device.type == "cuda") if training.cpu_offload else OffloadPolicy()
         how: dict[str, Any] = {
-            "mesh": init_device_mesh(compute.device.type, (self.world_size,)),
+            "mesh": self.device_mesh(compute.device.type),
             "offload_policy": offload,
         }
         for block in transformer_blocks(model):
@@ -105,7 +139,7 @@ class FSDPContext(DDPContext):
         """Raise: ranks that wait in a collective cannot be told to retry."""
         if failed:
             raise UserError(
-                "Out of memory, and with --parallel fsdp micro-batches are not halved automatically. Halve "
+                f"Out of memory, and with --parallel {self.strategy} micro-batches are not halved automatically. Halve "
                 "--per-device-train-batch-size and double --gradient-accumulation-steps (with --resume --allow-change "
                 "a run can continue so), pass --gradient-checkpointing or --cpu-offload, or take more processes."
             )
@@ -120,8 +154,13 @@ class FSDPContext(DDPContext):
         return full.detach().to("cpu", copy=True).contiguous() if self.rank == rank else None
 
 
-def transformer_blocks(model: nn.Module) -> list[nn.Module]:
-    return [block for stack in model.modules() if isinstance(stack, Stack) for block in stack.blocks]
+def transformer_blocks(model: Model) -> list[nn.Module]:
+    """Return the blocks whose weights are read in their own forward pass alone, and once in a step."""
+    config = model.config
+    if config.num_shared > 1 or config.share_stacks:
+        return []
+    skipped = int(config.value_residual)  # all layers read the first one's values
+    return [block for stack in model.modules() if isinstance(stack, Stack) for block in stack.blocks[skipped:]]
 
 
 # --- sharded checkpoints --------------------------------------------------------------------------------------------

@@ -10,6 +10,8 @@ length of an update beside the length of the weights. LAMB normalises it, layer 
 So every matrix moves by `lr` times its own norm, whatever its gradient. Biases and norms have no decay and the trust
 ratio 1, as in the authors' code. MobileBERT and its teacher were trained with LAMB (Sun et al. 2020, section 4.2).
 
+With FSDP each rank updates its rows, and the norms are added up over the ranks: two numbers per matrix.
+
 The code never reads a value back from the device.
 """
 
@@ -20,6 +22,8 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+
+from firth.train.dtensor import ShardGroup, find_shard_group, to_local
 
 
 class Lamb(torch.optim.Optimizer):
@@ -49,20 +53,23 @@ class Lamb(torch.optim.Optimizer):
     def update_group(self, group: dict[str, Any], params: list[nn.Parameter]) -> None:
         """Update the parameters of one group."""
         found_inf = getattr(self, "found_inf", None)  # as in torch's AdamW: 1 skips the step, on the device
+        weights, shard_group = [to_local(p) for p in params], find_shard_group(params[0])
         updates = self.adam_updates(params, group["betas"], group["eps"], found_inf)
         if group["weight_decay"]:
-            torch._foreach_add_(updates, list(params), alpha=group["weight_decay"])
-        matrices = [
-            (p, u, self.row_splits.get(p, (len(p),))) for p, u in zip(params, updates, strict=True) if p.ndim > 1
+            torch._foreach_add_(updates, weights, alpha=group["weight_decay"])
+        row_sizes = [
+            shard_group.split_rows(self.row_splits.get(p, (len(p),)))[shard_group.rank] if p.ndim > 1 else []
+            for p in params
         ]
         scale_to_weight_norm(
-            [w for p, _, sizes in matrices for w in p.split(sizes)],
-            [u for _, update, sizes in matrices for u in update.split(sizes)],
+            [rows for weight, sizes in zip(weights, row_sizes, strict=True) if sizes for rows in weight.split(sizes)],
+            [rows for update, sizes in zip(updates, row_sizes, strict=True) if sizes for rows in update.split(sizes)],
+            shard_group,
         )
         torch._foreach_mul_(updates, group["lr"])
         if found_inf is not None:
             updates = [torch.where(found_inf > 0, 0.0, update) for update in updates]
-        torch._foreach_sub_(list(params), updates)
+        torch._foreach_sub_(weights, updates)
 
     def adam_updates(
         self, params: list[nn.Parameter], betas: tuple[float, float], eps: float, found_inf: Tensor | None
@@ -71,9 +78,11 @@ class Lamb(torch.optim.Optimizer):
         for p in params:
             if not self.state[p]:
                 moments = {"exp_avg": torch.zeros_like(p), "exp_avg_sq": torch.zeros_like(p)}
-                self.state[p] = {"step": p.new_zeros((), dtype=torch.float32), **moments}
-        steps, means, squares = ([self.state[p][key] for p in params] for key in ("step", "exp_avg", "exp_avg_sq"))
-        grads = [p.grad for p in params if p.grad is not None]
+                self.state[p] = {"step": torch.zeros((), device=p.device), **moments}
+        steps, means, squares = (
+            [to_local(self.state[p][key]) for p in params] for key in ("step", "exp_avg", "exp_avg_sq")
+        )
+        grads = [to_local(p.grad) for p in params if p.grad is not None]
         grad_squares = list(torch._foreach_mul(grads, grads))
         if found_inf is not None:
             grads = [torch.where(found_inf > 0, old, new) for old, new in zip(means, grads, strict=True)]
@@ -92,10 +101,10 @@ class Lamb(torch.optim.Optimizer):
         return list(updates)
 
 
-def scale_to_weight_norm(weights: list[Tensor], updates: list[Tensor]) -> None:
+def scale_to_weight_norm(weights: list[Tensor], updates: list[Tensor], shard_group: ShardGroup) -> None:
     """Give each update the norm of its weights, in place; a norm of 0 on either side leaves it as it is."""
     if not weights:
         return
-    weight_N, update_N = (torch.stack(torch._foreach_norm(xs)) for xs in (weights, updates))
+    weight_N, update_N = shard_group.norms([*weights, *updates]).split(len(weights))
     ratio_N = torch.where((weight_N > 0) & (update_N > 0), weight_N / update_N, 1.0)
     torch._foreach_mul_(updates, list(ratio_N.unbind()))

@@ -58,6 +58,7 @@ from firth.train.checkpoint import (
 from firth.train.compute import ComputeConfig
 from firth.train.diagnose import diagnose_divergence
 from firth.train.distributed import SINGLE_PROCESS, DistContext
+from firth.train.dtensor import find_shard_group, to_local
 from firth.train.ema import WeightEMA
 from firth.train.guard import Guard, StepOutcome
 from firth.train.log import NullLog, RunLog, TextProgress, read_last_losses, read_log
@@ -166,7 +167,7 @@ def fit(run: TrainingRun, resume: bool = False) -> FitResult:
         part: they compute, or wait in a collective. Rank 0 saves alone with DDP, unless the ranks carry state of their
         rows. Where a save needs all ranks, the run stops after the step, if there are steps to save.
         """
-        saves_alone = dist_context.world_size == 1 or (dist_context.strategy == "ddp" and not recurrent_state)
+        saves_alone = dist_context.world_size == 1 or not (dist_context.is_sharded or recurrent_state)
         if state.step and not saves_alone:
             return False
         line.close()
@@ -310,7 +311,7 @@ def make_checkpoint_writer(run: TrainingRun) -> CheckpointWriter:
     """Make the writer: with FSDP every process writes its shard, otherwise the main process writes everything."""
     training, dist_context = run.training, run.compute.dist_context
     args = to_dict(training), training.save_total_limit, run.model, training.async_save
-    if dist_context.strategy == "fsdp":
+    if dist_context.is_sharded:
         from firth.train.fsdp import ShardedCheckpointWriter  # imported here: it takes a second to load
 
         return ShardedCheckpointWriter(dist_context, run.folder, *args)
@@ -334,7 +335,7 @@ def measure_weights(optimizer: torch.optim.Optimizer) -> dict[str, torch.Tensor]
     matrices = [p for group in optimizer.param_groups if group.get("muon") for p in group["params"]]
     if not matrices:
         return {}
-    norm = torch.stack(torch._foreach_norm(matrices, 2, torch.float32)).norm()
+    norm = find_shard_group(matrices[0]).norms([to_local(p) for p in matrices]).norm()
     return {"weight_rms": (norm / math.sqrt(sum(p.numel() for p in matrices))).reshape(1)}
 
 

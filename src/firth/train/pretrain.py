@@ -74,7 +74,7 @@ from firth.train.deterministic import deterministic_mode
 from firth.train.diagnose import nonfinite_layers
 from firth.train.distributed import SINGLE_PROCESS, DistContext
 from firth.train.folder import shared_run_folder
-from firth.train.launch import init_distributed
+from firth.train.launch import choose_parallel, init_distributed
 from firth.train.live_doctor import LiveDoctor
 from firth.train.log import token_loss_name
 from firth.train.log_rules import References
@@ -157,6 +157,7 @@ def run_pretraining(
 ) -> dict[str, Any]:
     """Run all stages, from data to results."""
     start_time = time.monotonic() if start_time is None else start_time
+    recipe = choose_parallel(recipe)
     dist_context, recipe_path = init_distributed(recipe), folder / "recipe.yaml"
     is_new = not (resume and dist_context.run_on_main(recipe_path.is_file))
     recipe = replace(recipe, processes=dist_context.world_size)
@@ -189,7 +190,7 @@ def run_pretraining(
             estimate_resources(recipe.model, recipe),
             folder,
             compute.device,
-            dist_context.world_size if recipe.parallel == "fsdp" else 1,
+            dist_context.shard_size,
             None if recipe.checkpoint else shards.num_tokens,
         )
     set_threads(recipe.threads)
@@ -497,7 +498,7 @@ def make_held_out_loss_fn(
                 if not is_out_of_memory(e):
                     raise
             must_not_split = (
-                batch.reset_state is not None or batch.group_ids is not None or compute.dist_context.strategy == "fsdp"
+                batch.reset_state is not None or batch.group_ids is not None or compute.dist_context.is_sharded
             )
             if must_not_split or num_rows(batch) <= 2**halvings:
                 less = "lower --per-device-train-batch-size, or shorten --max-seq-length"

@@ -281,8 +281,17 @@ class TrainingConfig:
         "Compile the step with torch.compile, cached in ~/.cache/firth; --no-compile turns it off.",
         shown_default="on for GPUs",
     )
-    parallel: Literal["none", "ddp", "fsdp"] = recipe_field(
-        "none", "Train in the processes that torchrun starts: ddp replicates the model, fsdp shards it."
+    parallel: Literal["auto", "none", "ddp", "fsdp", "hsdp"] = recipe_field(
+        "auto",
+        "Train in the processes that torchrun starts: ddp replicates the model, fsdp shards it, hsdp shards it over "
+        "groups of --shard-size processes and replicates the groups.",
+        shown_default="under torchrun ddp, or fsdp for a model that takes more than half of a device's memory",
+    )
+    shard_size: int = recipe_field(
+        0,
+        "With --parallel hsdp: shard the model over this many processes.",
+        shown_default="the processes of one machine",
+        ge=0,
     )
     cpu_offload: bool = recipe_field(False, "With --parallel fsdp: keep weights and optimizer state in host memory.")
     engine: EngineConfig = field(default_factory=EngineConfig)
@@ -293,21 +302,25 @@ class TrainingConfig:
         """Rows per optimizer step, over all processes."""
         return self.per_device_train_batch_size * self.gradient_accumulation_steps * self.processes
 
+    @property
+    def shards_model(self) -> bool:
+        """Whether each process holds a part of the model."""
+        return self.parallel in ("fsdp", "hsdp")
+
     def check_parallel(self) -> None:
         """Refuse settings that several processes cannot train with."""
-        if self.cpu_offload and self.parallel != "fsdp":
+        if self.cpu_offload and not self.shards_model:
             raise UserError("--cpu-offload needs --parallel fsdp.")
-        if self.parallel != "fsdp":
+        if self.shard_size and self.parallel != "hsdp":
+            raise UserError("--shard-size needs --parallel hsdp.")
+        if not self.shards_model:
             return
-        if self.optim != "adamw":
-            raise UserError(
-                f"--parallel fsdp shards matrices, and {self.optim} needs whole ones: use --parallel ddp or "
-                "--optim adamw."
-            )
         if self.engine.weights == "bf16":
-            raise UserError("--parallel fsdp has its own bf16 weights (--bf16): leave engine.weights=bf16 out.")
+            raise UserError(
+                f"--parallel {self.parallel} has its own bf16 weights (--bf16): leave engine.weights=bf16 out."
+            )
         if self.fp8:
-            raise UserError("--parallel fsdp shards matrices, and --fp8 needs whole ones: leave one out.")
+            raise UserError(f"--parallel {self.parallel} shards matrices, and --fp8 needs whole ones: leave one out.")
 
     def check(self) -> None:
         """Refuse settings that make no sense, before anything is computed."""
@@ -485,15 +498,10 @@ class Recipe(TrainingConfig):
 
     def check_parallel(self) -> None:
         super().check_parallel()
-        model = self.model
-        if self.parallel == "fsdp" and (model.recurrent is not None or self.teacher or self.memory):
-            raise UserError("--parallel fsdp does not support LSTMs, a teacher or a memory: use --parallel ddp.")
-        if self.parallel == "fsdp" and model.value_residual:
+        if self.shards_model and (self.model.recurrent is not None or self.teacher or self.memory):
             raise UserError(
-                "--parallel fsdp gathers one block at a time, and model.value_residual reads two: use --parallel ddp."
+                f"--parallel {self.parallel} does not support LSTMs, a teacher or a memory: use --parallel ddp."
             )
-        if self.parallel == "fsdp" and (model.share_stacks or model.num_shared > 1):
-            raise UserError("--parallel fsdp does not support layers that share weights: use --parallel ddp.")
 
     def check_ramps(self) -> None:
         """Check that batch and row length can be divided by two as often as the ramps say."""
