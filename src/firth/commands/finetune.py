@@ -17,10 +17,11 @@ from firth.models import ModelConfig, read_config
 from firth.recipes import finetuning_defaults, preference_defaults, with_rate_candidates
 from firth.recipes import named_finetuning_defaults as named_recipe
 from firth.recipes.finetuning import FINETUNE_RECIPES
+from firth.tasks.processes import share_default_batch
 from firth.tasks.recipe import DISTILLATION_FIELDS, FinetuneRecipe
 from firth.text.labelled import infer_task
 from firth.tokens import load_tokenizer
-from firth.train.launch_env import require_single_process
+from firth.train.launch_env import read_launch_env, require_single_process, silence_other_ranks
 from firth.train.recipe import apply_overrides
 
 
@@ -64,7 +65,7 @@ def finetune(
     With `teacher` the student learns the predictions of a fine-tuned checkpoint (`tasks/distill.py`).
     `dry_run` estimates the run and writes nothing.
     """
-    require_single_process("Fine-tuning runs in one process: start one run per GPU for several seeds.")
+    silence_other_ranks()
     named: dict[str, Any] = {"output_dir": str(output_dir), **({"columns": dict(columns)} if columns else {})}
     if isinstance(train, Mapping) or isinstance(dev, Mapping) or isinstance(task, Mapping):
         encoding = str(options.get("encoding") or "utf-8")
@@ -88,15 +89,16 @@ def finetune(
                 f"--max-seq-length {plan.max_seq_length:,} is longer than the {limit:,} positions of {start}. Choose "
                 f"{limit:,} or less; longer texts are truncated."
             )
-        return plan
+        return plan if "per_device_train_batch_size" in changes else share_default_batch(plan)
 
     if from_ is not None:
         from firth.tasks.chain import resolve_intermediate
 
         checkpoint = resolve_intermediate(checkpoint, from_)
     plan = make_plan(checkpoint)
-    if plan.parallel != "none":
-        raise UserError(f"parallel={plan.parallel} is for pretraining: fine-tuning runs in one process. Leave it out.")
+    for name, value in {"--against": against, "--target-text": target_text, "--dry-run": dry_run}.items():
+        if value:
+            require_single_process(f"{name} runs in one process: start it without torchrun.")
     if dry_run:
         from firth.lab.dry_run import describe_finetuning
         from firth.train.folder import check_run_folder
@@ -128,6 +130,9 @@ def finetune(
         adapted = adapt_to_target_text(checkpoint, target_text, output_dir, **stage, device=plan.device)
         plan = replace(plan, checkpoint=str(adapted))
     result = run_finetune(plan, resume, overwrite, allow_change, rewind)
+    launched = read_launch_env()
+    if launched is not None and launched.rank > 0:
+        return result
     with quiet():  # the run has printed all notices on these files
         examples = read_finetune_data(plan).dev
     report = write_run_report_and_card(Path(plan.output_dir), result, examples)

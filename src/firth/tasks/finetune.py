@@ -30,6 +30,7 @@ from firth.tasks.finetune_notices import describe_job
 from firth.tasks.finetune_schedule import resolve_seed_schedule
 from firth.tasks.head_task import HeadTask
 from firth.tasks.multitask import MultiTask, split_by_task
+from firth.tasks.processes import join_processes, share_recipe
 from firth.tasks.recipe import FinetuneRecipe
 from firth.tasks.registry import make_task, make_task_without_examples
 from firth.tasks.results import check_baseline, check_metric, summarize_seeds
@@ -41,12 +42,13 @@ from firth.tasks.try_rates import choose_learning_rate
 from firth.tasks.try_settings import check_search, search_settings
 from firth.text import Example
 from firth.tokens import Tokenizer, load_tokenizer
-from firth.train import choose_compute, load_recipe, run_folder, save_recipe
+from firth.train import choose_compute, load_recipe, save_recipe
 from firth.train.checkpoint import explain_disk_errors
 from firth.train.clock import RunClock
 from firth.train.compute import limit_threads, set_threads
 from firth.train.deterministic import deterministic_mode
-from firth.train.distributed import SINGLE_PROCESS, check_device, select_device
+from firth.train.distributed import select_device
+from firth.train.folder import shared_run_folder
 from firth.train.recipe import recipe_differences
 from firth.train.resources import ResourceEstimate, check_resources, estimate_resources
 from firth.train.resume import merge_recipe
@@ -92,7 +94,9 @@ def run_seeds(
 ) -> dict[str, Any]:
     """Run all seeds, from reading the examples to the results."""
     began = time.monotonic()
-    check_device(recipe)
+    recipe, dist_context = join_processes(recipe)
+    if dist_context.is_restart(recipe.output_dir):
+        resume, overwrite, rewind = True, False, None
     check_task(recipe)
     config = read_config(recipe.checkpoint)
     stored = Path(recipe.output_dir) / "recipe.yaml"
@@ -103,6 +107,7 @@ def run_seeds(
     tokenizer = load_tokenizer(recipe.checkpoint)
     if template_uses_date(tokenizer) and not recipe.day:
         recipe = replace(recipe, day=(earlier.day if earlier else "") or date.today().isoformat())
+        recipe = share_recipe(dist_context, recipe)
     task = make_run_task(recipe, data.train, tokenizer, config)
     check_distillation(recipe, task)  # again, with the labels
     check_metric(recipe, data.dev, task)
@@ -115,12 +120,13 @@ def run_seeds(
     if not recipe.from_scratch:
         find_weight_files(Path(recipe.checkpoint))
     if earlier is None:
-        check_resources(estimate_finetuning(recipe, task, config), stored.parent, select_device(SINGLE_PROCESS, recipe))
+        check_resources(estimate_finetuning(recipe, task, config), stored.parent, select_device(dist_context, recipe))
 
     inputs = [recipe.checkpoint, *recipe.label_files, recipe.baseline, recipe.teacher, recipe.unlabeled]
     folder = stored.parent
-    with run_folder(folder, resume, overwrite, inputs), RunClock(folder, resume, began) as clock:
-        compute = choose_compute(resolve_compile_options(requested, config, len(data.train)))
+    clock = RunClock(folder, resume, began)
+    with shared_run_folder(dist_context, folder, resume, overwrite, inputs), dist_context.enter_on_main(clock):
+        compute = choose_compute(resolve_compile_options(requested, config, len(data.train)), dist_context)
         if recipe.teacher:
             used = used_indices(recipe, data.train)
             extra = make_extra_examples(recipe, data.train, used, data.unlabeled, compute, folder)
@@ -129,28 +135,36 @@ def run_seeds(
         if earlier is not None:
             recipe = merge_recipe(earlier, recipe, allow_change, FIXED_FINETUNE_FIELDS)
             recipe = check_example_checksums(recipe, data, allow_change)
-            changed = bool(recipe_differences(replace(earlier, output_dir=recipe.output_dir), recipe))
-            report_finished_seeds(folder, recipe, changed)
-            if changed:
-                clear_diverged_seeds(folder.glob("seed-*"))
-            if rewind is not None:
-                recipe = rewind_seed(folder, recipe, rewind)
+            changed = bool(
+                recipe_differences(replace(earlier, output_dir=recipe.output_dir, parallel=recipe.parallel), recipe)
+            )
+            if dist_context.is_main_process:
+                report_finished_seeds(folder, recipe, changed)
+                if changed:
+                    clear_diverged_seeds(folder.glob("seed-*"))
+                if rewind is not None:
+                    recipe = rewind_seed(folder, recipe, rewind)
         else:
             changed = False
             recipe = check_example_checksums(resolve_seed_schedule(recipe, job, clock.start_time), data, allow_change)
+        recipe = share_recipe(dist_context, recipe)
         set_threads(recipe.threads)
-        save_recipe(recipe, stored)
-        write_data_notes(folder, data.notes)
+        if dist_context.is_main_process:
+            save_recipe(recipe, stored)
+            write_data_notes(folder, data.notes)
         job = replace(job, recipe=recipe, recipe_changed=changed)
         for sentence in describe_job(job, config):
             say(sentence)
         if recipe.rate_candidates or recipe.search_fields:
             recipe = search_settings(job) if recipe.search_fields else choose_learning_rate(job)
-            save_recipe(recipe, stored)
+            if dist_context.is_main_process:
+                save_recipe(recipe, stored)
             job = with_recipe(job, recipe)
         runs = train_seeds(job, resume)
         with explain_disk_errors(folder):
-            results = summarize_seeds(recipe, task, data.train, data.dev, runs, folder)
+            results = dist_context.run_on_main(
+                lambda: summarize_seeds(recipe, task, data.train, data.dev, runs, folder)
+            )
             if recipe.teacher and isinstance(task, HeadTask):
                 results["distillation"] = compare_models(recipe, task, data.dev, results, compute, folder)
                 write_results(folder / "results.json", results)

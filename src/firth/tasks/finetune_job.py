@@ -23,6 +23,7 @@ from firth.tasks.finetune_data import FinetuneData, add_extra_indices, select_tr
 from firth.tasks.head_task import HeadTask
 from firth.tasks.lm import LanguageModelingTask
 from firth.tasks.multitask import MultiTask, make_mixed_sampler
+from firth.tasks.processes import micro_batch_size
 from firth.tasks.recipe import FinetuneRecipe
 from firth.tasks.reward import RewardTask
 from firth.tasks.shape_buckets import MAX_TRIAL_BATCHES, ShapeBuckets, fit_shape_buckets
@@ -30,7 +31,7 @@ from firth.tasks.task import Prediction, Task
 from firth.text import Example
 from firth.tokens.permutation import permute_indices
 from firth.train import ComputeConfig
-from firth.train.distributed import SINGLE_PROCESS, select_device
+from firth.train.distributed import SINGLE_PROCESS, DistContext, select_device
 
 DEFAULT_FINETUNE_EPOCHS = 3.0  # epochs per seed if the recipe sets no length
 MAX_STORED_ORDER = 2**20  # examples: up to here the order of an epoch is computed at once
@@ -127,12 +128,14 @@ def make_finetune_batch_fn(
     items: Sequence[Any],
     skips: Sequence[tuple[int, int]] = (),
     collate: Callable[[Sequence[Any]], Batch] | None = None,
+    dist_context: DistContext = SINGLE_PROCESS,
 ) -> Callable[[int], list[Batch]]:
     """Return a function from step to micro-batches. It is pure; each epoch has its own permutation of the examples.
 
-    After a rewind, `skips` (start, count) shift the steps from `start` on, so that the examples in between are skipped.
+    Rank r of `dist_context` has the r-th part of each global batch. After a rewind, `skips` (start, count) shift the
+    steps from `start` on, so that the examples in between are skipped.
     """
-    size, n = recipe.per_device_train_batch_size, len(items)
+    size, n = micro_batch_size(recipe, dist_context.world_size), len(items)
     epoch_order = lru_cache(maxsize=2)(partial(permute_epoch, n, recipe.seed))  # a batch may span two epochs
     mixed = None
     if isinstance(task, MultiTask):
@@ -149,7 +152,8 @@ def make_finetune_batch_fn(
 
     def batches(step: int) -> list[Batch]:
         first = (step + sum(count for start, count in skips if step >= start)) * recipe.global_batch_size
-        starts = range(first, first + recipe.global_batch_size, size)
+        local = dist_context.local_rows(recipe.global_batch_size)
+        starts = range(first + local.start, first + local.stop, size)
         return [(collate or task.collate)((mixed or pick)(np.arange(start, start + size))) for start in starts]
 
     return batches

@@ -45,7 +45,8 @@ def with_reference_logps(job: FinetuneJob) -> FinetuneJob:
             model = build_seed_model(job, 0).to(job.compute.device)
         size = 2 * job.recipe.per_device_train_batch_size
         logps = task.answer_logps(model, answers, job.compute, size).tolist()
-        write_json(file, {"checksum": checksum, "logps": logps})
+        if job.compute.dist_context.is_main_process:
+            write_json(file, {"checksum": checksum, "logps": logps})
     else:
         logps = stored["logps"]
     items = with_references([*train, *dev], logps)

@@ -38,7 +38,9 @@ def resolve_seed_schedule(recipe: FinetuneRecipe, job: FinetuneJob, start_time: 
             model = build_seed_model(job, 0)
         freeze_schedule = replace(recipe.freeze_schedule(len(items)), unfreeze_every=0)
         loss_fn, _ = make_loss_fn(job, model, items)
-        batches = ShapeCountingBatches(make_finetune_batch_fn(recipe, job.task, items), job.shape_buckets)
+        batches = ShapeCountingBatches(
+            make_finetune_batch_fn(recipe, job.task, items, dist_context=job.compute.dist_context), job.shape_buckets
+        )
         step, evaluation = time_steps(
             recipe,
             job.compute,

@@ -7,6 +7,7 @@ import time
 from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 from firth.core.console import quiet, run_series, warn
@@ -40,15 +41,11 @@ def train_seeds(job: FinetuneJob, resume: bool) -> list[dict[str, Any]]:
 
 def train_seed(job: FinetuneJob, seed: int, resume: bool) -> dict[str, Any]:
     """Train one seed and return its results. A finished or diverged seed is not trained again on resume."""
-    seed_folder = job.folder / f"seed-{seed}"
-    if resume and has_seed_diverged(seed_folder):
-        return read_object(seed_folder / "results.json")
-    if resume and is_seed_finished(seed_folder):
-        results = read_object(seed_folder / "results.json", SeedResults)
-        scores = {name: math.nan if score is None else score for name, score in results["scores"].items()}
-        speed = results["examples_per_second"]
-        return results | {"scores": scores, "examples_per_second": math.nan if speed is None else speed}
-    seed_folder.mkdir(exist_ok=True)
+    seed_folder, dist_context = job.folder / f"seed-{seed}", job.compute.dist_context
+    if resume and (results := dist_context.run_on_main(lambda: read_ended_seed(seed_folder))) is not None:
+        return results
+    if dist_context.is_main_process:
+        seed_folder.mkdir(exist_ok=True)
     recipe = replace(job.recipe, seed=job.recipe.seed + seed)
     items = [job.train_items[i] for i in job.train_indices[seed]]
     with quiet() if seed else nullcontext():  # notices about missing weights appear once
@@ -57,11 +54,16 @@ def train_seed(job: FinetuneJob, seed: int, resume: bool) -> dict[str, Any]:
         check_seed_resumable(seed_folder, model)
 
     def evaluate(model: Model) -> dict[str, float]:
+        if not dist_context.is_main_process:  # rank 0 predicts, and broadcasts the scores
+            return {}
         predictions[:] = job.predict_dev(model)
         return job.task.score(job.data.dev, predictions)
 
     batches = ShapeCountingBatches(
-        make_finetune_batch_fn(recipe, job.task, items, recipe.skips.get(seed_folder.name, ())), job.shape_buckets
+        make_finetune_batch_fn(
+            recipe, job.task, items, recipe.skips.get(seed_folder.name, ()), dist_context=dist_context
+        ),
+        job.shape_buckets,
     )
     loss_fn, before_step = make_loss_fn(replace(job, recipe=recipe), model, items)
     run = TrainingRun(
@@ -88,18 +90,32 @@ def train_seed(job: FinetuneJob, seed: int, resume: bool) -> dict[str, Any]:
                 raise
             warn(f"{seed_folder.name} diverged and has no score; the other seeds continue. {e}")
             results = {DIVERGED_KEY: str(e), "steps": e.steps, "seconds": time.monotonic() - began}
-            write_results(seed_folder / "results.json", results)
+            if dist_context.is_main_process:
+                write_results(seed_folder / "results.json", results)
             return results
-        write_predictions(seed_folder / PREDICTIONS_FILE, job.data.dev, predictions)
-        metric = deciding_metric(recipe, job.task)
-        keeps_head = has_same_labels(read_config(recipe.checkpoint), model.config.head)
-        chain = extend_chain(recipe, keeps_head, metric, outcome.scores[metric])
-        save_seed_model(recipe, job.task, model, seed_folder, chain)
         shapes = {"train": len(batches.seen_shapes), "evaluate": getattr(job.task, "num_shapes", None)}
         results = summarize_seed(outcome, recipe) | {"compiled": job.compute.compile, "shapes": shapes}
-        write_results(seed_folder / "results.json", results)
-    remove_best(seed_folder)
+        if dist_context.is_main_process:
+            write_predictions(seed_folder / PREDICTIONS_FILE, job.data.dev, predictions)
+            metric = deciding_metric(recipe, job.task)
+            keeps_head = has_same_labels(read_config(recipe.checkpoint), model.config.head)
+            chain = extend_chain(recipe, keeps_head, metric, outcome.scores[metric])
+            save_seed_model(recipe, job.task, model, seed_folder, chain)
+            write_results(seed_folder / "results.json", results)
+            remove_best(seed_folder)
     return results
+
+
+def read_ended_seed(seed_folder: Path) -> dict[str, Any] | None:
+    """Return the results of a finished or diverged seed; None for one that is still to be trained."""
+    if has_seed_diverged(seed_folder):
+        return read_object(seed_folder / "results.json")
+    if not is_seed_finished(seed_folder):
+        return None
+    results = read_object(seed_folder / "results.json", SeedResults)
+    scores = {name: math.nan if score is None else score for name, score in results["scores"].items()}
+    speed = results["examples_per_second"]
+    return results | {"scores": scores, "examples_per_second": math.nan if speed is None else speed}
 
 
 def summarize_seed(outcome: FitResult, recipe: FinetuneRecipe) -> dict[str, Any]:

@@ -58,7 +58,9 @@ class TrialRuns:
         shapes = job.shape_buckets
         if shapes is not None and self.batch_size != job.recipe.per_device_train_batch_size:
             shapes = sample_shape_buckets(recipe, job.task, [job.train_items[i] for i in job.train_indices[0]])
-        self.batches = ShapeCountingBatches(make_finetune_batch_fn(recipe, job.task, self.train_items), shapes)
+        self.batches = ShapeCountingBatches(
+            make_finetune_batch_fn(recipe, job.task, self.train_items, dist_context=job.compute.dist_context), shapes
+        )
         self.loss_fn, self.before_step = make_loss_fn(replace(job, recipe=recipe), self.model, self.train_items)
 
     def run(self, recipe: FinetuneRecipe, name: str, predict: bool = False) -> tuple[list[float], list[Prediction]]:
@@ -71,6 +73,8 @@ class TrialRuns:
         self.model.load_state_dict(self.initial)
 
         def evaluate(model: Model) -> dict[str, float]:
+            if not job.compute.dist_context.is_main_process:
+                return {}
             losses[:] = measure_batch_losses(model, self.held_out_batches, job.compute, self.loss_fn)
             if predict:
                 size = 2 * job.recipe.per_device_train_batch_size
@@ -96,7 +100,7 @@ class TrialRuns:
         except Diverged as e:
             warn(f"{name} diverged in its trial. {e}")
             return [], []
-        return losses, predictions
+        return job.compute.dist_context.broadcast(losses), predictions
 
 
 @torch.no_grad()

@@ -39,7 +39,8 @@ def choose_learning_rate(job: FinetuneJob) -> FinetuneRecipe:
         rate, reason = choose_rate(trial)
         trial = replace(trial, chosen=rate, reason=reason)
         say(f"learning rate {rate:g}: {reason}")
-    trial.save(file)
+    if job.compute.dist_context.is_main_process:
+        trial.save(file)
     assert trial.chosen is not None
     return replace(recipe, learning_rate=trial.chosen, rate_candidates=())
 
@@ -64,6 +65,7 @@ def try_rates(job: FinetuneJob, trial: RateTrial, file: Path) -> RateTrial:
             losses, _ = runs.run(replace(settings, learning_rate=factor * rate), f"learning rate {rate:g}")
             seconds = earlier_seconds + time.monotonic() - began
             trial = replace(trial, batch_losses=(*trial.batch_losses, tuple(losses)), seconds=seconds)
-            trial.save(file)
+            if job.compute.dist_context.is_main_process:
+                trial.save(file)
             series.end_run()
     return trial
