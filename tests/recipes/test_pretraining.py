@@ -171,7 +171,7 @@ def test_the_optimizer_is_the_models_unless_named() -> None:
     assert (named.optim, named.learning_rate, named.weight_decay) == ("adamw", 1e-3, 0.01)
     assert (usual.weight_decay, update_recipe(usual, {"weight_decay": 0.5}).weight_decay) == (0.2, 0.5)
     in_parts = update_recipe(usual, {"parallel": "fsdp"})
-    assert (in_parts.optim, in_parts.learning_rate) == ("adamw", 1e-3)
+    assert (in_parts.optim, in_parts.learning_rate) == (usual.optim, usual.learning_rate)
     in_parts.check()
 
 

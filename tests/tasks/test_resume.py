@@ -215,11 +215,11 @@ def poison(monkeypatch: pytest.MonkeyPatch, bad: list[int], seeds: tuple[int, ..
     plain = train_seed.make_finetune_batch_fn
     known: dict[int, int] = {}
 
-    def batch_function(recipe: FinetuneRecipe, *rest: Any) -> Any:
+    def batch_function(recipe: FinetuneRecipe, *rest: Any, **named: Any) -> Any:
         if recipe.seed in seeds:
             for step in bad:
                 known[hash(plain(recipe, *rest[:2])(step)[0].input_ids.tobytes())] = step
-        return plain(recipe, *rest)
+        return plain(recipe, *rest, **named)
 
     def make(*given: Any, **named: Any) -> TrainingRun:
         run = TrainingRun(*given, **named)

@@ -132,7 +132,7 @@ def finetune(
     result = run_finetune(plan, resume, overwrite, allow_change, rewind)
     launched = read_launch_env()
     if launched is not None and launched.rank > 0:
-        return result
+        return FinetuneResult(result)
     with quiet():  # the run has printed all notices on these files
         examples = read_finetune_data(plan).dev
     report = write_run_report_and_card(Path(plan.output_dir), result, examples)
