@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 
+from firth.commands.pretrain_plan import with_chosen_batch
 from firth.core.errors import UserError
 from firth.models import get_preset
 from firth.train import Recipe
@@ -51,7 +52,7 @@ def test_the_size_of_the_model_chooses_between_ddp_and_fsdp(
         memory(size)
         assert choose_parallel(recipe).parallel == way
         line = " ".join(capsys.readouterr().err.split())
-        assert line.startswith(f"--parallel {way}: weights, gradients and optimizer state take")
+        assert f"--parallel {way}: weights, gradients and optimizer state take" in line
         assert "each of 2 processes" in line
 
 
@@ -77,3 +78,15 @@ def test_hsdp_shards_over_the_processes_of_a_machine(recipe_of: Make) -> None:
     assert choose_shard_size(recipe_of(parallel="hsdp", shard_size=4), two_machines) == 4
     with pytest.raises(UserError, match=r"16 processes cannot be divided into groups of 3\. .* 1, 2, 4, 8, 16"):
         choose_shard_size(recipe_of(parallel="hsdp", shard_size=3), two_machines)
+
+
+def test_a_batch_that_follows_the_number_of_processes_is_said(
+    recipe_of: Make, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    recipe = recipe_of(per_device_train_batch_size=0, max_steps=100)
+    alone = with_chosen_batch(recipe, 10**6).global_batch_tokens
+    assert "one process" not in capsys.readouterr().err
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setenv("WORLD_SIZE", "3")
+    assert with_chosen_batch(recipe, 10**6).global_batch_tokens != alone
+    assert f"--global-batch-tokens {alone} trains in 3 processes as in one" in " ".join(capsys.readouterr().err.split())

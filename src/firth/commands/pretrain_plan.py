@@ -27,6 +27,7 @@ from firth.recipes import (
     update_recipe,
     with_repeated_text_dropout,
 )
+from firth.recipes.pretraining import BatchChoice
 from firth.tokens import MixConfig, is_shards_folder, load_tokenizer, open_shards
 from firth.train.recipe import Recipe, read_yaml_mapping
 
@@ -305,14 +306,17 @@ def with_chosen_batch(recipe: Recipe, text_tokens: int) -> Recipe:
     from firth.train.distributed import SINGLE_PROCESS, select_device
 
     length, on_gpu = recipe.max_seq_length, select_device(SINGLE_PROCESS, recipe).type == "cuda"
-    steps_set = recipe.max_steps and not recipe.minutes
-    run_length = {"max_steps": recipe.max_steps} if steps_set else {"tokens_read": tokens_to_read(recipe, text_tokens)}
-    choice = choose_batch(recipe.model, length, text_tokens, on_gpu, launched_devices(), **run_length)
+    steps_set, num_devices = recipe.max_steps and not recipe.minutes, launched_devices()
+    tokens_read = 0.0 if steps_set else tokens_to_read(recipe, text_tokens)
+
+    def choose(devices: int, tokens: float) -> BatchChoice:
+        run_length = {"max_steps": recipe.max_steps} if steps_set else {"tokens_read": tokens}
+        return choose_batch(recipe.model, length, text_tokens, on_gpu, devices, **run_length)
+
+    choice = choose(num_devices, tokens_read)
+    alone = choose(1, tokens_read / num_devices if recipe.minutes else tokens_read)
     rows = format_count(choice.tokens // length, "row")
     say(f"global batch: {choice.tokens:,} tokens, {rows} of {length} ({choice.reason})")
-    if recipe.minutes:
-        run_length["tokens_read"] /= num_devices
-    alone = choose_batch(recipe.model, length, text_tokens, on_gpu, **run_length)
     if alone.tokens != choice.tokens:
         say(
             f"one process would have a global batch of {alone.tokens:,} tokens: --global-batch-tokens {alone.tokens} "
