@@ -189,7 +189,7 @@ def test_every_library_we_import_is_declared() -> None:
         *project["dependencies"],
         *(
             line
-            for extra in ("data", "hf", "language", "lm-eval", "web")
+            for extra in ("data", "hf", "language", "lm-eval", "ray", "web")
             for line in project["optional-dependencies"][extra]
         ),
     ]

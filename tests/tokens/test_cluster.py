@@ -20,6 +20,7 @@ from firth.core.errors import UserError
 from firth.text import Corpus
 from firth.tokens import Tokenizer, train_tokenizer
 from firth.tokens import prepare as prepare_alone
+from firth.tokens.builders import SplitOptions, build_untrained
 from firth.tokens.cluster import bucket_dedup, plan
 from firth.tokens.cluster import prepare as module
 from firth.tokens.cluster.bucket_dedup import (
@@ -34,8 +35,10 @@ from firth.tokens.cluster.engine import SerialEngine
 from firth.tokens.cluster.guard import run_guarded
 from firth.tokens.cluster.plan import BLANK_LINE, LINE_END, InputFile, Slice, find_boundary, plan_tasks
 from firth.tokens.cluster.prepare import prepare_by_tasks
+from firth.tokens.cluster.sample import sample_by_tasks
 from firth.tokens.cluster.store import FolderStore, commit, find_commit, read_array
 from firth.tokens.cluster.tasks import Spec, Watch, run_task
+from firth.tokens.train import TRAIN_MEMORY_PER_TEXT_BYTE, max_sample_bytes
 
 
 def make_texts(num: int) -> list[str]:
@@ -236,7 +239,9 @@ def test_tasks_write_the_bytes_of_one_process(tokenizer: Tokenizer, source: Path
     assert sorted(p.name for p in tmp_path.iterdir()) == ["s"]
 
 
-@pytest.mark.parametrize("options", [{"dedup": "none"}, {"dedup": "exact", "normalize": "nfkc,lower", "min_words": 5}])
+@pytest.mark.parametrize(
+    "options", [{"dedup": "none", "language": ""}, {"dedup": "exact", "normalize": "nfkc,lower", "min_words": 5}]
+)
 def test_other_options(tokenizer: Tokenizer, source: Path, tmp_path: Path, options: dict[str, Any], capfd: Any) -> None:
     reading = {name: value for name, value in options.items() if name != "dedup"}
     corpus = Corpus(inputs(source), **reading)
@@ -342,6 +347,20 @@ def test_errors_of_the_text_name_the_file(tokenizer: Tokenizer, tmp_path: Path) 
     (tmp_path / "empty.txt").write_text("\n\n")
     with pytest.raises(UserError, match="no documents, only empty text"):
         prepare_by_tasks([tmp_path / "empty.txt"], tokenizer, tmp_path / "s", SerialEngine(), 0.1, document_timeout=0)
+
+
+@pytest.mark.parametrize("kind", ["byte-bpe", "unigram"])
+def test_a_sample_is_that_of_one_process(source: Path, tmp_path: Path, kind: str) -> None:
+    like = build_untrained(kind, SplitOptions())
+    max_memory = 20_000 * TRAIN_MEMORY_PER_TEXT_BYTE[json.loads(like.to_str())["model"]["type"]]
+    alone = train_tokenizer(Corpus(inputs(source)).texts(), kind, 400, max_memory=max_memory, seed=3)
+    options: dict[str, Any] = {"seed": 3, "document_timeout": 0}
+    sample = sample_by_tasks(
+        inputs(source), tmp_path / "t", ShuffledEngine(0), max_sample_bytes(like, max_memory), **options
+    )
+    assert 15_000 < sum(len(passage.encode()) for passage in sample) <= 20_000
+    assert train_tokenizer(sample, kind, 400).fingerprint == alone.fingerprint
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_a_machine_that_does_not_see_the_folder(tmp_path: Path) -> None:

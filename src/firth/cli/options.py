@@ -34,6 +34,7 @@ from firth.tasks import FINETUNE_TASKS
 from firth.text.examples import TASK_FORMATS
 from firth.text.formats.registry import MAIL_PARTS
 from firth.text.normalize import NORMALIZERS
+from firth.tokens.cluster.options import EngineOptions
 from firth.tokens.extend import MAX_NEW_TOKENS, MIN_TOKEN_COUNT
 from firth.train import parse_overrides
 from firth.train.recipe import BOUNDS
@@ -561,7 +562,7 @@ class DoctorOptions(JsonOptions):
 
 
 @dataclass(kw_only=True)
-class TokenizerOptions(TextArguments, OutputOptions, DryRunOptions):
+class TokenizerOptions(TextArguments, EngineOptions, OutputOptions, DryRunOptions):
     output_dir: str = option(..., "Write the tokenizer to this folder.", "FOLDER")
     kind: str | None = option(
         None,
@@ -604,7 +605,7 @@ class TokenizerOptions(TextArguments, OutputOptions, DryRunOptions):
 
 
 @dataclass(kw_only=True)
-class PrepareOptions(TextArguments, OutputOptions, DryRunOptions):
+class PrepareOptions(TextArguments, EngineOptions, OutputOptions, DryRunOptions):
     tokenizer: str = option(..., "Tokenize with the tokenizer in this folder or checkpoint.", "FOLDER")
     output_dir: str = option(..., "Write the shards to this folder.", "FOLDER")
     held_out: float = option(0.05, "Hold out this fraction of the documents for evaluation.")

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from firth.commands.engine import count_text_bytes, prepare_on_ray, sample_on_ray, uses_ray
 from firth.commands.results import CheckResult, ShardsResult, TokenizerResult
 from firth.commands.shards import (
     check_held_out_share,
@@ -101,6 +102,9 @@ def tokenizer(
     extend: str | Path | None = None,
     max_new_tokens: int = MAX_NEW_TOKENS,
     min_count: int | None = None,
+    engine: str = "local",
+    address: str | None = None,
+    document_timeout: float | None = None,
     **reading: Any,
 ) -> TokenizerResult:
     """Train a tokenizer on text; with `dry_run` only say what would be read and written.
@@ -110,33 +114,42 @@ def tokenizer(
 
     `like` is the folder of a tokenizer or checkpoint, whose kind, normalization and special tokens the new one gets;
     otherwise `kind`, `lowercase`, `pattern` and `byte_fallback` define it. `reverse` reverses every text, for models
-    that read from its end. `reading` are arguments of Corpus: `documents`, `columns`, `normalize` and so on.
+    that read from its end. `engine="ray"` draws the sample by tasks on the cluster at `address` (default: one on this
+    machine). `reading` are arguments of Corpus: `documents`, `columns`, `normalize` and so on.
     """
     folder = Path(output_dir)
+    on_ray = uses_ray(engine, address, document_timeout, texts)
+    if on_ray and (extend is not None or dry_run):
+        raise UserError("--engine ray trains a new tokenizer: leave out --extend and --dry-run.")
     check_output_folder(folder, "--output-dir", overwrite, "tokenizer")
     source = like if extend is None else extend
     template = None if source is None else load_tokenizer(source)
-    corpus = Corpus(texts, **reading)
+    corpus = Corpus([] if on_ray else texts, **reading)
     if extend is not None and template is not None:
         require_extensible(template)
         return TokenizerResult(
             _extend_tokenizer(template, corpus, folder, max_new_tokens, min_count, max_memory, seed, dry_run)
         )
-    size = vocab_size or default_vocab_size(corpus.text_bytes)
+    size = vocab_size or default_vocab_size(count_text_bytes(texts) if on_ray else corpus.text_bytes)
     if dry_run:
         from firth.lab.dry_run import describe_text
 
         kind = kind if template is None else template.kind
         facts = {"kind": kind, "vocab_size": size, "writes": str(folder)}
         return TokenizerResult({"dry_run": True, **describe_text(corpus), **facts})
+    found: Iterable[str] = corpus.texts()
+    if on_ray:
+        model_kind = kind if template is None else template
+        found = sample_on_ray(texts, folder, model_kind, max_memory, seed, address, document_timeout, **reading)
+        max_memory = None  # the sample fits
     if template is not None:
-        new = retrain_tokenizer(template, corpus.texts(), size, max_memory, seed)
+        new = retrain_tokenizer(template, found, size, max_memory, seed)
     else:
-        new = train_tokenizer(
-            corpus.texts(), kind, size, lowercase, max_memory, seed, pattern, byte_fallback, corpus.cleaner.normalize
-        )
+        normalize = corpus.cleaner.normalize
+        new = train_tokenizer(found, kind, size, lowercase, max_memory, seed, pattern, byte_fallback, normalize)
     new = new.to_reversed() if reverse else new
-    say(corpus.describe())
+    if not on_ray:
+        say(corpus.describe())
     with atomic_folder(folder, "tokenizer") as temporary:
         new.save(temporary)
     return TokenizerResult({"output_dir": str(folder), **_tokenizer_facts(new)})
@@ -184,18 +197,28 @@ def prepare(
     max_memory: int | None = None,
     dedup: str = "exact",
     dry_run: bool = False,
+    engine: str = "local",
+    address: str | None = None,
+    document_timeout: float | None = None,
     **reading: Any,
 ) -> ShardsResult:
     """Tokenize text into shards; with `dry_run` only say what would be read and written.
 
     `salient` marks names, numbers and dates ("default"), or the spans that a function finds. `workers` processes (0:
     one per core) share `max_memory` bytes; the shards do not depend on either. `dedup` drops duplicate documents:
-    "none", "exact" or "near". `reading` are arguments of Corpus.
+    "none", "exact" or "near". `engine="ray"` does the same by tasks on the cluster at `address` (default: one on this
+    machine), and skips a document that takes `document_timeout` seconds (default 60; 0: no limit). Its texts and its
+    output may be on object storage ("s3://..."). `reading` are arguments of Corpus.
     """
-    folder = Path(output_dir)
+    on_ray = uses_ray(engine, address, document_timeout, [*texts, output_dir], max_memory, dry_run)
     check_held_out_share(held_out)
     find = load_salient_finder(salient) if isinstance(salient, str) else salient
-    corpus, loaded = Corpus(texts, **reading), load_tokenizer(Path(tokenizer))
+    loaded = load_tokenizer(Path(tokenizer))
+    if on_ray:
+        cluster: dict[str, Any] = {"address": address, "workers": workers, "document_timeout": document_timeout}
+        options: dict[str, Any] = {"overwrite": overwrite, "resume": resume, "dedup": dedup, **cluster, **reading}
+        return ShardsResult(prepare_on_ray(texts, loaded, output_dir, held_out, find, **options))
+    folder, corpus = Path(output_dir), Corpus(texts, **reading)
     if dry_run:
         from firth.lab.dry_run import describe_shards
 
@@ -208,5 +231,5 @@ def prepare(
         check_shard_source(folder, corpus)
         return ShardsResult(summarize_shards(folder))
     check_output_folder(folder, "--output-dir", overwrite, "shards", resume)
-    options: dict[str, Any] = {"workers": workers, "max_memory": max_memory, "dedup": dedup, "resume": resume}
+    options = {"workers": workers, "max_memory": max_memory, "dedup": dedup, "resume": resume}
     return ShardsResult(write_shards(corpus, loaded, folder, held_out, find, **options))

@@ -141,12 +141,13 @@ def prepare_by_tasks(
     salient: SalientSpanFinder | None = None,
     resume: bool = False,
     document_timeout: float = DOCUMENT_TIMEOUT_S,
-    language: str = "en",
+    sentence_language: str = "en",
     **reading: Any,
 ) -> dict[str, Any]:
     """Write the shards of files and folders, and return the metadata of their manifest.
 
     As `firth.tokens.prepare`, with the same bytes, by tasks that `engine` runs. Paths may be URLs of object storage.
+    `sentence_language` is whose sentence rules apply; `language` among `reading` selects documents.
     """
     if dedup not in DEDUP_MODES:
         raise UserError(f"--dedup {dedup} is unknown. {did_you_mean(dedup, DEDUP_MODES)}")
@@ -156,11 +157,11 @@ def prepare_by_tasks(
         "tokenizer": tokenizer.fingerprint,
         "held_out_share": held_out_share,
         "dedup": dedup,
-        "language": language,
+        "language": sentence_language,
         "salient": None if salient is None else salient_finder_name(salient),
     }
     with open_job(texts, output_dir, engine, header, resume, document_timeout, **reading) as job:
-        encoder = DocumentEncoder(tokenizer, held_out_share, language, salient)
+        encoder = DocumentEncoder(tokenizer, held_out_share, sentence_language, salient)
         with TemporaryDirectory(prefix="firth-tokenizer-") as folder:
             tokenizer.save(Path(folder) / "t")
             names = write_folder(job.store, TOKENIZER, Path(folder) / "t")
@@ -175,7 +176,7 @@ def prepare_by_tasks(
         path = staging_folder(output_dir)
         facts = merge(job, path, tokenized, entries, encoder, header, is_dropped, skipped, resume)
         if is_url(output_dir):
-            say(f"copying the shards to {output_dir}")
+            say(f"copying the shards to {output_dir}; {path} stays on this machine")
             upload_folder(path, str(output_dir), last=MANIFEST_FILE)
         job.store.clear()
         say(corpus.describe())

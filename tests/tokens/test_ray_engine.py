@@ -1,0 +1,142 @@
+"""A Ray cluster writes the bytes of one process, also when its machines are killed."""
+
+from __future__ import annotations
+
+import builtins
+import json
+import random
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tokens.test_cluster import contents, make_texts
+
+from firth import api
+from firth.core.errors import UserError
+from firth.tokens import train_tokenizer
+from firth.tokens.cluster import plan
+from firth.tokens.cluster import prepare as module
+from firth.tokens.cluster.ray_engine import exported_path, import_ray, start_with_patience
+
+TEXTS = make_texts(400)
+
+
+@pytest.fixture(scope="module")
+def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("source")
+    (folder / "a.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in TEXTS[:200]))
+    (folder / "b.txt").write_text("\n\n".join(TEXTS[200:]))
+    train_tokenizer(TEXTS[:50], "wordpiece", 300).save(folder / "tok")
+    return folder
+
+
+def paths(source: Path) -> list[Path]:
+    return [source / "a.jsonl", source / "b.txt"]
+
+
+# --- options --------------------------------------------------------------------------------------------------------
+
+
+def test_the_extra_is_named(source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    real = builtins.__import__
+
+    def refuse(name: str, *rest: Any) -> Any:
+        if name == "ray":
+            raise ImportError
+        return real(name, *rest)
+
+    monkeypatch.setattr(builtins, "__import__", refuse)
+    with pytest.raises(UserError, match=r"needs the extra ray\. Install it: .* -m pip install 'firth\[ray\]'"):
+        api.prepare(paths(source), source / "tok", tmp_path / "s", engine="ray")
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"engine": "spark"}, "--engine spark is unknown"),
+        ({"address": "auto"}, "--address needs --engine ray"),
+        ({"document_timeout": 5.0}, "--document-timeout needs --engine ray"),
+        ({"engine": "ray", "document_timeout": -1.0}, "must be at least 0"),
+        ({"engine": "ray", "max_memory": 10**9}, "--max-memory is for one machine"),
+        ({"engine": "ray", "dry_run": True}, "--dry-run is for one machine"),
+    ],
+)
+def test_options_that_do_not_fit(source: Path, tmp_path: Path, options: dict[str, Any], message: str) -> None:
+    with pytest.raises(UserError, match=message):
+        api.prepare(paths(source), source / "tok", tmp_path / "s", **options)
+
+
+def test_object_storage_needs_the_engine(source: Path, tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="s3://bucket/text: object storage needs --engine ray"):
+        api.prepare(["s3://bucket/text"], source / "tok", tmp_path / "s")
+
+
+# --- clusters -------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def cluster() -> Iterator[Any]:
+    """Three machines with one core each, which are processes of this one. The first one stays: it has the state."""
+    pytest.importorskip("ray")
+    ray = import_ray()
+    from ray.cluster_utils import Cluster
+
+    with exported_path():
+        head = {"num_cpus": 1, "include_dashboard": False}
+        cluster = start_with_patience(lambda: Cluster(initialize_head=True, head_node_args=head))
+        for _ in range(2):
+            start_with_patience(lambda: cluster.add_node(num_cpus=1))
+        ray.init(address=cluster.address, log_to_driver=False, logging_level="ERROR")
+        yield cluster
+        ray.shutdown()
+        cluster.shutdown()
+
+
+@pytest.fixture(autouse=True)
+def small_tasks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(plan, "TASK_BYTES", 10_000)
+    monkeypatch.setattr(module, "INPUT_BYTES_PER_RANGE", 50_000)
+
+
+@pytest.mark.slow
+def test_machines_that_are_killed_change_nothing(cluster: Any, source: Path, tmp_path: Path) -> None:
+    api.prepare(paths(source), source / "tok", tmp_path / "one", dedup="near", held_out=0.2)
+    rng, stop, killed = random.Random(0), threading.Event(), list[str]()
+
+    def kill() -> None:
+        while not stop.wait(rng.uniform(5, 10)):
+            node = rng.choice(sorted(cluster.worker_nodes, key=lambda node: node.node_id))
+            killed.append(node.node_id)
+            cluster.remove_node(node, allow_graceful=False)
+            start_with_patience(lambda: cluster.add_node(num_cpus=1))
+
+    thread = threading.Thread(target=kill)
+    thread.start()
+    try:
+        options: dict[str, Any] = {"engine": "ray", "document_timeout": 0, "dedup": "near", "held_out": 0.2}
+        result = api.prepare(paths(source), source / "tok", tmp_path / "many", **options)
+    finally:
+        stop.set()
+        thread.join()
+    assert killed, "a machine was killed while tasks ran"
+    found, expected = contents(tmp_path / "many"), contents(tmp_path / "one")
+    assert {name for name in found if found[name] != expected.get(name)} <= {".verified.json"}
+    assert found.keys() == expected.keys()
+    assert result["duplicates"] > 100
+
+
+@pytest.mark.slow
+def test_errors_of_the_text_come_back(cluster: Any, source: Path, tmp_path: Path) -> None:
+    (tmp_path / "bad.jsonl").write_text('{"text": "good"}\n{broken\n')
+    with pytest.raises(UserError, match=r"bad\.jsonl:2: "):
+        api.prepare([tmp_path / "bad.jsonl"], source / "tok", tmp_path / "s", engine="ray", document_timeout=0)
+
+
+@pytest.mark.slow
+def test_a_tokenizer_from_a_sample_of_the_cluster(cluster: Any, source: Path, tmp_path: Path) -> None:
+    options: dict[str, Any] = {"kind": "byte-bpe", "vocab_size": 400, "max_memory": 40 * 30_000, "seed": 1}
+    one = api.tokenizer(paths(source), tmp_path / "one", **options)
+    many = api.tokenizer(paths(source), tmp_path / "many", engine="ray", document_timeout=30.0, **options)
+    assert one["fingerprint"] == many["fingerprint"]
