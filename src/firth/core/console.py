@@ -60,9 +60,10 @@ def is_notebook() -> bool:
     return ipython is not None and hasattr(ipython.get_ipython(), "kernel")
 
 
-# A notebook shows stderr as if it were an error, and keeps no stdout free.
-stderr_console = SafeConsole(stderr=not is_notebook(), soft_wrap=True)
-stdout_console = SafeConsole()
+# A notebook shows stderr as if it were an error, and calls itself a terminal, though it keeps every line.
+_NOTEBOOK_OPTIONS: dict[str, Any] = {"force_terminal": False} if is_notebook() else {}
+stderr_console = SafeConsole(stderr=not is_notebook(), soft_wrap=True, **_NOTEBOOK_OPTIONS)
+stdout_console = SafeConsole(**_NOTEBOOK_OPTIONS)
 
 
 def say(message: str) -> None:
