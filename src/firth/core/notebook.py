@@ -10,6 +10,7 @@ themes without knowing which is in use. Jinja escapes every value, as on the pag
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, TypeVar
 
@@ -21,14 +22,36 @@ ItemT = TypeVar("ItemT")
 MAX_REPR_CHARS = 70  # characters of a value in a plain listing
 MAX_REPR_ITEMS = 6  # items of a list or a dictionary in it
 MAX_HTML_ROWS = 20  # rows of a table in a notebook
+CSS_RULE = re.compile(r"([^{}]+)\{((?:[^{}]|\{[^{}]*\})*)\}")  # a rule, or an at-rule with rules in it
+CSS_NAME = re.compile(r"(?<![\w:(\[=\"'-])[a-zA-Z][\w-]*(?![\w(])")  # a class or an element of a selector
 PARTS = "notebook_parts.html.j2"  # macros of the fragments that only notebooks have
 
 
 def to_notebook_html(page: HtmlPage) -> str:
     """Return the fragments of a page as one element for a notebook."""
-    style = f"{read_template('notebook.css')}.firth-out {{ {read_template('design.css')} }}"
-    html = render_template("notebook.html.j2", page=page, style=style)
+    markup = render_template("notebook.html.j2", page=page, style="")
+    rules = [select_css(read_template(name), markup) for name in ("notebook.css", "design.css")]
+    html = render_template("notebook.html.j2", page=page, style=f"{rules[0]}.firth-out{{{rules[1]}}}")
     return html.encode(errors="replace").decode()
+
+
+def select_css(css: str, markup: str) -> str:
+    """Return the rules whose classes and elements occur in the markup: a notebook repeats them with every output.
+
+    >>> select_css("/* bars */ .bar, .box b { width: 1px; } .t { color: red; } i { top: 0; }", '<p class="bar"><i>')
+    '.bar{width: 1px;}i{top: 0;}'
+    """
+    names = {name for value in re.findall(r'class="([^"]*)"', markup) for name in value.split()}
+    names |= set(re.findall(r"<([a-zA-Z]\w*)", markup))
+    kept = []
+    for selectors, body in CSS_RULE.findall(re.sub(r"/\*.*?\*/", "", css, flags=re.DOTALL)):
+        if selectors.lstrip().startswith("@"):
+            inside = select_css(body, markup)
+            kept.append(f"{selectors.strip()}{{{inside}}}" if inside else "")
+            continue
+        used = [one.strip() for one in selectors.split(",") if set(CSS_NAME.findall(one)) <= names]
+        kept.append(f"{','.join(used)}{{{' '.join(body.split())}}}" if used else "")
+    return "".join(kept)
 
 
 def format_short(value: Any) -> str:
