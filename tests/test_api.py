@@ -6,6 +6,7 @@ import inspect
 import pickle
 import shutil
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -491,6 +492,27 @@ def test_a_named_objective_brings_what_it_needs(home: Path, tmp_path: Path) -> N
     with pytest.raises(UserError, match=r"Unknown objective 'spann'. Did you mean 'span'\?"):
         firth.pretrain("bert-tiny", home / "shards", tmp_path / "other", objective="spann", **SIZES)
     assert {m["name"]: m["objective"] for m in firth.models()}["t5-tiny"] == "span-corruption"
+
+
+def test_a_checkpoint_keeps_its_objective(home: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Its kind and its settings; a setting changes it, and --objective replaces it."""
+
+    def trained(model: Path | str, name: str, objective: str | None = None, **changes: Any) -> Any:
+        overrides = (TINY if model == "bert-tiny" else {}) | changes
+        firth.pretrain(model, home / "shards", tmp_path / name, objective=objective, overrides=overrides, **SIZES)
+        return load_recipe(tmp_path / name / "recipe.yaml", Recipe).objective
+
+    changed = replace(OBJECTIVES["whole-word"], rate=0.25)  # type: ignore[type-var]
+    assert trained("bert-tiny", "start", "whole-word", **{"objective.rate": 0.25}) == changed
+    final = tmp_path / "start" / "final"
+    assert "objective:" not in capsys.readouterr().err
+    assert trained(final, "more") == changed
+    assert f"objective: MLM, as {final} was trained with; --objective chooses another" in capsys.readouterr().err
+    assert trained(final, "rate", **{"objective.rate": 0.4}) == replace(changed, rate=0.4)  # type: ignore[type-var]
+    assert trained(final, "named", "mlm") == OBJECTIVES["mlm"]
+    assert "was trained with" not in capsys.readouterr().err.split("--objective chooses another")[-1]
+    trained(home / "run" / "final", "default")
+    assert "was trained with" not in capsys.readouterr().err, "the family's own needs no word"
 
 
 def test_a_model_that_goes_on_reads_other_rows_first(home: Path, tmp_path: Path) -> None:

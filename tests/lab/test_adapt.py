@@ -18,9 +18,10 @@ from firth.cli.main import app
 from firth.core.errors import UserError
 from firth.evaluate.export import compare_with_transformers
 from firth.lab import adapt_texts
-from firth.lab.adapt import choose_new_tokens, read_own_objective
+from firth.lab.adapt import choose_new_tokens
 from firth.lab.adapt_texts import CorpusText, ReplayDocuments, ShardText, find_own_text, sample_held_out
 from firth.lab.check_commands import adapt_commands, program
+from firth.models.hf.config_io import read_stored_objective
 from firth.text import Corpus
 from firth.tokens import load_tokenizer, open_shards, train_tokenizer
 from firth.train import dataloader
@@ -139,7 +140,7 @@ def test_an_encoder_without_general_text(
 ) -> None:
     alone = tmp_path / "alone"
     alone.symlink_to(encoder)  # a checkpoint without its run
-    assert read_own_objective(alone)["masking"]["kind"] == "WholeWordMasking"
+    assert read_stored_objective(alone)["masking"]["kind"] == "WholeWordMasking"
     result = api.adapt(alone, domain, tmp_path / "run", new_tokens=0, **RUN)
     assert "forgetting cannot be measured" in capsys.readouterr().err
     assert result["forgetting"] is None

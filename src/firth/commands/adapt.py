@@ -16,6 +16,7 @@ from firth.core.console import report_errors, say, warn
 from firth.core.errors import UserError, quote
 from firth.core.files import find_corruption, format_bytes, read_object, write_json, write_results
 from firth.core.serialization import from_dict, to_dict
+from firth.models.hf.config_io import read_stored_objective
 from firth.text import HELD_OUT_FRACTION, Corpus, load_salient_finder
 from firth.text.corpus import STDIN_PATH
 from firth.tokens import Tokenizer, is_shards_folder, load_tokenizer, open_shards
@@ -178,13 +179,13 @@ def own_fields(
 
     What the user has set, in a file as well, comes first.
     """
-    from firth.lab.adapt import read_own_objective, read_own_run_fields
+    from firth.lab.adapt import read_own_run_fields
 
     in_file = flatten_keys(read_yaml_mapping(Path(config))) if config else {}
     given = {name for name, value in options.items() if value is not None} | {*in_file} | {*(overrides or {})}
     own = {**read_own_run_fields(checkpoint), **next_run_seed(checkpoint)}
     fields = {name: value for name, value in own.items() if name not in given} | dict(options)
-    objective = {} if any(name.startswith("objective") for name in in_file) else read_own_objective(checkpoint)
+    objective = {} if any(name.startswith("objective") for name in in_file) else read_stored_objective(checkpoint)
     return fields, {**({"objective": objective} if objective else {}), **(overrides or {})}
 
 

@@ -15,7 +15,9 @@ from firth.commands.shards import check_held_out_share
 from firth.core.console import format_count, say, warn
 from firth.core.errors import UserError
 from firth.models import ModelConfig, with_vocabulary
+from firth.models.hf.config_io import read_stored_objective
 from firth.models.presets import shape_architecture
+from firth.objectives.registry import describe_objective
 from firth.recipes import (
     SHAPE_RECIPES,
     choose_batch,
@@ -208,9 +210,9 @@ def plan_pretraining(
 ) -> PretrainPlan:
     """Resolve the arguments of `pretrain` into a checked recipe and its data.
 
-    A field that is not given keeps the value of the saved recipe of a resumed run, or the model's default. The size of
-    an architecture is planned later, from the text; until then its smallest model stands for it. `token_budget` are
-    the tokens that a plan may read.
+    A field that is not given keeps the value of the saved recipe of a resumed run, or the model's default; a checkpoint
+    keeps the objective that it was trained with. The size of an architecture is planned later, from the text; until
+    then its smallest model stands for it. `token_budget` are the tokens that a plan may read.
     """
     architecture = str(model) if is_architecture(model) and not saved_fields else ""
     model_config, checkpoint = resolve_model(model)
@@ -221,6 +223,13 @@ def plan_pretraining(
     if architecture and not (changes.get("minutes") or changes.get("max_steps") or changes.get("num_train_epochs")):
         say(f"no --minutes, --max-steps or --num-train-epochs: planning for {DEFAULT_PLANNED_MINUTES:g} minutes")
         defaults["minutes"] = DEFAULT_PLANNED_MINUTES
+
+    if checkpoint is not None and "objective" not in changes and (stored := read_stored_objective(checkpoint)):
+        defaults["objective"] = stored
+        own = update_recipe(pretraining_recipe(model_config), {"objective": stored}).objective
+        if own != pretraining_recipe(model_config).objective:
+            name = describe_objective(own)["name"] or type(own).__name__
+            say(f"objective: {name}, as {checkpoint} was trained with; --objective chooses another")
 
     def make_recipe(config: ModelConfig) -> Recipe:
         return update_recipe(

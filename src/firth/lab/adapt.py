@@ -31,7 +31,6 @@ from firth.evaluate.text_bits import BitsChange, TextBits, compare_text_bits, me
 from firth.generate.decode_state import check_has_lm_head
 from firth.lab.adapt_texts import SplitText, TextSample
 from firth.models import Model, flops_per_token, grow_embeddings, load_model, read_config, write_model
-from firth.models.hf.config_io import OBJECTIVE_KEY
 from firth.static.ngram import is_ngram
 from firth.text import Document
 from firth.tokens import Tokenizer, load_tokenizer
@@ -79,12 +78,6 @@ def check_adaptable(checkpoint: Path) -> None:
     except UserError as e:
         raise UserError(f"{checkpoint}: {e}") from None
     load_tokenizer(checkpoint)
-
-
-def read_own_objective(checkpoint: Path) -> dict[str, Any]:
-    """Return the objective that a checkpoint was trained with, as a recipe writes it; empty where it is not stored."""
-    stored = (read_json(checkpoint / "config.json") or {}).get(OBJECTIVE_KEY) or {}
-    return {name: value for name, value in stored.items() if name != "name"}
 
 
 def read_own_run_fields(checkpoint: Path) -> dict[str, Any]:

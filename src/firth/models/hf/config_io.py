@@ -321,6 +321,12 @@ def check_config_sizes(config: ModelConfig, folder: Path) -> None:
         )
 
 
+def read_stored_objective(folder: Path) -> dict[str, Any]:
+    """Return the objective that a checkpoint was trained with, as a recipe writes it; empty where it is not stored."""
+    stored = (read_json(folder / "config.json") or {}).get(OBJECTIVE_KEY) or {}
+    return {name: value for name, value in stored.items() if name != "name"}
+
+
 def read_config(folder: str | Path) -> ModelConfig:
     """Return the ModelConfig of a checkpoint folder."""
     folder = Path(folder)
