@@ -21,6 +21,7 @@ from firth.commands.finetune import finetune
 from firth.commands.generate import fill, generate
 from firth.commands.models import models
 from firth.commands.pretrain import plan, pretrain, prove_resume, show
+from firth.commands.push import push
 from firth.commands.serve import serve
 from firth.commands.text import check, prepare, tokenizer
 from firth.commands.vectors import attention, compare, embed, similar
@@ -53,6 +54,7 @@ __all__ = [
     "prepare",
     "pretrain",
     "prove_resume",
+    "push",
     "quickstart",
     "serve",
     "show",

@@ -24,6 +24,7 @@ from firth import __version__
 from firth.cli import options as opt
 from firth.cli import render
 from firth.cli.export import EXPORT_EXAMPLES, ExportOptions, report_export
+from firth.cli.push import PUSH_EXAMPLES, PushOptions, push
 from firth.core.console import format_count, print_error, print_text, say, set_quiet, show_table, stderr_console, track
 from firth.core.errors import MAX_REASON_CHARS, Interrupted, UserError, shorten
 from firth.generate.config import CONSTRAINTS, GenerationConfig
@@ -709,6 +710,9 @@ def serve(checkpoint: list[str] | None, **settings: Any) -> None:
     from firth import api
 
     api.serve(checkpoint or (), **settings)
+
+
+command(PushOptions, examples=PUSH_EXAMPLES)(push)
 
 
 @command(ExportOptions, examples=EXPORT_EXAMPLES)

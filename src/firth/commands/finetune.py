@@ -10,6 +10,7 @@ from typing import Any
 
 from firth.commands.arguments import merge_recipe_changes
 from firth.commands.pretrain import pretrain
+from firth.commands.push import push_final
 from firth.commands.results import FinetuneResult
 from firth.core.console import quiet
 from firth.core.errors import UserError, did_you_mean, quote
@@ -108,6 +109,7 @@ def finetune(
     if against is not None:
         given = {"--from-scratch": plan.from_scratch, "--target-text": target_text, "--rewind": rewind is not None}
         given["--minutes with --search"] = plan.minutes and plan.search  # both arms need equal steps
+        given["--push-to-hub"] = plan.push_to_hub
         if wrong := next((name for name, value in given.items() if value), None):
             raise UserError(f"--against {against} and {wrong} exclude each other: leave one out.")
         from firth.lab.against import ALONE, SCRATCH, finetune_against
@@ -123,7 +125,10 @@ def finetune(
     from firth.tasks import check_task
     from firth.tasks import finetune as run_finetune
     from firth.tasks.finetune_data import read_finetune_data
+    from firth.train.hub import check_push_target
 
+    if plan.push_to_hub:
+        check_push_target(plan.push_to_hub, plan.public, is_resumed=resume or rewind is not None)
     if target_text:
         check_task(plan)  # before the first stage, which takes long
         stage = {"resume": resume or rewind is not None, "overwrite": overwrite, "allow_change": allow_change}
@@ -136,7 +141,9 @@ def finetune(
     with quiet():  # the run has printed all notices on these files
         examples = read_finetune_data(plan).dev
     report = write_run_report_and_card(Path(plan.output_dir), result, examples)
-    return FinetuneResult({**result, "report": str(report)})
+    final = Path(plan.output_dir) / "final"
+    pushed = push_final(final, plan.push_to_hub, plan.public) if plan.push_to_hub else {}
+    return FinetuneResult({**result, "report": str(report), **pushed})
 
 
 def without_teacher(recipe: FinetuneRecipe) -> FinetuneRecipe:

@@ -13,6 +13,7 @@ from firth.commands.arguments import is_architecture, merge_recipe_changes
 from firth.commands.data_source import DataOptions, pop_corpus_options
 from firth.commands.pretrain_plan import PretrainPlan, plan_pretraining, read_saved_fields, warn_of_misfit
 from firth.commands.pretrain_static import STATIC_TOKENIZERS, pretrain_static
+from firth.commands.push import push_final
 from firth.commands.results import PlanResult, PretrainResult, ResumeProof, ShowResult
 from firth.core.console import report_errors, say
 from firth.core.errors import Interrupted, UserError
@@ -87,6 +88,11 @@ def pretrain(
         check_run_folder(Path(output_dir), resume, overwrite, plan.inputs)
         return PretrainResult({"dry_run": True, **plan.describe()})
     dist, path = init_distributed(plan.recipe), Path(output_dir)
+    repo, public = plan.recipe.push_to_hub, plan.recipe.public
+    if repo:
+        from firth.train.hub import check_push_target
+
+        dist.run_on_main(lambda: check_push_target(repo, public, is_resumed=resume))
     if dist.is_restart(str(output_dir)):
         resume, overwrite, rewind = True, False, None
     resume = resume or rewind is not None
@@ -112,6 +118,8 @@ def pretrain(
             if dist.is_main_process:
                 with report_errors():
                     report = write_pretraining_report_and_card(folder, results, try_diagnosis(folder))
+                if repo:
+                    report |= push_final(folder / "final", repo, public)
             return PretrainResult({**results, **report})
 
 

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from firth.commands.data_source import DataOptions, open_data_source
+from firth.commands.push import push_final
 from firth.commands.shards import check_held_out_share
 from firth.core.console import format_count, report_errors
 from firth.core.errors import Interrupted, UserError
@@ -69,6 +70,10 @@ def pretrain_static(
     from firth.static.train import run_static_recipe  # loads numba
     from firth.train import run_folder
 
+    if recipe.push_to_hub:
+        from firth.train.hub import check_push_target
+
+        check_push_target(recipe.push_to_hub, recipe.public, is_resumed=resume)
     with run_folder(Path(recipe.output_dir), resume, overwrite, source.inputs) as folder:
         clock = RunClock(Path(recipe.output_dir), resume, start_time)
         shards = source.make_shards(folder)[""]
@@ -83,12 +88,15 @@ def pretrain_static(
             raise
         with report_errors():
             write_static_card(folder, name, results)
+        pushed = push_final(folder / "final", recipe.push_to_hub, recipe.public) if recipe.push_to_hub else {}
+        with report_errors():
             if name == "ngram":
-                return {**results, **write_ngram_report(folder, results)}
+                return {**results, **write_ngram_report(folder, results), **pushed}
             if "similar" not in results:
                 results["similar"] = sample_neighbours(load_word_vectors(folder / "final"))
                 results["report"] = str(write_vector_report(folder, name, results))
                 write_json(folder / "results.json", results)
             command = next(iter(next_vector_commands(folder, results["similar"]).values()))
-            return {**results, "summary": f"vectors of {format_count(results['words'], 'word')}", "next": command}
+            summary = f"vectors of {format_count(results['words'], 'word')}"
+            return {**results, "summary": summary, "next": command, **pushed}
         return results

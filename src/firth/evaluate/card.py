@@ -82,7 +82,7 @@ MAIN_RECIPE_FIELDS = (  # always in the card, in this order; other fields if the
 OMITTED_IF_ZERO_FIELDS = ("shots", "lora_rank", "global_batch_tokens")  # 0: all examples, all weights, set by rows
 OMITTED_RECIPE_FIELDS = (  # in other sections of the card, or without effect on the model
     *("output_dir", "task", "train", "dev", "data", "sources", "tokenizer", "model", "baseline"),
-    *("logging_steps", "save_steps", "save_total_limit", "async_save", "report_to"),
+    *("logging_steps", "save_steps", "save_total_limit", "async_save", "report_to", "push_to_hub", "public"),
     *("train_checksum", "dev_checksum", "shards_checksum"),
 )
 EMPTY_VALUES: tuple[Any, ...] = (None, "", {}, [])
@@ -138,22 +138,23 @@ def write_static_card(run: Path, name: str, results: Mapping[str, Any]) -> Path:
     return path
 
 
-def render_model_card(folder: Path) -> str:
-    """The card as Markdown."""
+def render_model_card(folder: Path, repo: str = "") -> str:
+    """The card as Markdown. With `repo` it says how to load the model from the Hugging Face Hub."""
     config, run = read_config(folder), folder.absolute().parent
     tokenizer = load_tokenizer(folder)
     facts = read_task_file(folder)
     recipe = read_recipe_yaml(run / "recipe.yaml")
     scores = list(collect_scores(folder, recipe))
+    results = read_if_present(run / "results.json", RunResultsFile)
     sections = {
         "Model": model_section(config, tokenizer, facts),
         "Intended use": intended_use_section(config, facts),
         "Data": data_section(recipe, read_if_present(run / "source.json", SourceFile)),
-        "Training": training_section(recipe, read_if_present(run / "results.json", RunResultsFile), facts),
+        "Training": training_section(recipe, results, facts),
         "Scores": scores_section(scores),
-        "Limitations": FILL_IN_PLACEHOLDER,
+        "Limitations": limitations_section(config, results, facts),
         "Licence": f"{FILL_IN_PLACEHOLDER} Also set `license` at the top of this file.",
-        "How to load": loading_section(config, tokenizer),
+        "How to load": loading_section(config, tokenizer, repo),
     }
     name = one_line(run.name if folder.name in ("final", "best") else folder.name)
     body = "\n\n".join(f"## {title}\n\n{text}" for title, text in sections.items())
@@ -272,10 +273,29 @@ def training_section(recipe: Mapping[str, Any], results: Mapping[str, Any], task
         rows["objective"] = rows["objective"].get("kind", "")
     if isinstance(rows.get("max_steps"), int) and rows["max_steps"] < 1:
         del rows["max_steps"]
-    rows |= {name: results[name] for name in ("steps", "tokens", "seconds") if results.get(name)}
+    rows |= {
+        name: results[name] for name in ("steps", "tokens", "words_seen", "passes", "seconds") if results.get(name)
+    }
     if len(task_metadata.get("chain", ())) > 1:
         rows["chain"] = describe_chain(task_metadata["chain"])
     return markdown_table(["", ""], rows) if rows else FILL_IN_PLACEHOLDER
+
+
+def limitations_section(config: ModelConfig, results: Mapping[str, Any], task_metadata: Mapping[str, Any]) -> str:
+    """What is known to limit the model; what only a person can know is left to one."""
+    sentences = []
+    if isinstance(results.get("words_seen"), int):
+        sentences.append(
+            f"The model has read {results['words_seen']:,} words of the data above. It knows no other language, domain "
+            "or fact than they hold, and repeats their errors and prejudices, which were not measured."
+        )
+    if config.has_decoder or config.architecture == "decoder":
+        sentences.append("It can write false statements, and sentences of its training text word for word.")
+    if config.max_length is not None:
+        sentences.append(f"It reads at most {config.max_length:,} tokens at once.")
+    if task_metadata:
+        sentences.append("Its scores on dev have also chosen the step and the seed: expect less on other text.")
+    return " ".join([*sentences, FILL_IN_PLACEHOLDER])
 
 
 def non_default_fields(recipe: Mapping[str, Any]) -> dict[str, Any]:
@@ -347,17 +367,23 @@ def scores_section(scores: Sequence[CardScores]) -> str:
     return (note if several else "") + table
 
 
-def loading_section(config: ModelConfig, tokenizer: Tokenizer) -> str:
+def loading_section(config: ModelConfig, tokenizer: Tokenizer, repo: str = "") -> str:
     is_tuned = isinstance(config.head, TaskHead)
-    use = "predictions = firth.predict(FOLDER, inputs)" if is_tuned else "model = firth.load(FOLDER)"
-    blocks = [f"import firth\n\n{use}"]
+    folder, source = ("folder", repr(repo)) if repo else ("FOLDER", "FOLDER")
+    download = (
+        f"from huggingface_hub import snapshot_download\n\nfolder = snapshot_download({source})\n" if repo else "\n"
+    )
+    use = f"predictions = firth.predict({folder}, inputs)" if is_tuned else f"model = firth.load({folder})"
+    blocks = [f"import firth\n{download}{use}"]
     if hf_model_type(config, tokenizer.vocab) != FIRTH_MODEL_TYPE:
         kind = hf_auto_class(config)
         blocks.append(
-            f"from transformers import {kind}, AutoTokenizer\n\nmodel = {kind}.from_pretrained(FOLDER)\n"
-            "tokenizer = AutoTokenizer.from_pretrained(FOLDER)"
+            f"from transformers import {kind}, AutoTokenizer\n\nmodel = {kind}.from_pretrained({source})\n"
+            f"tokenizer = AutoTokenizer.from_pretrained({source})"
         )
-    return "\n\n".join([*(f"```python\n{block}\n```" for block in blocks), *loading_notes(config, tokenizer)])
+    notes = ["Branches such as `step-1000` have the checkpoints of the training: pass `revision`."] if repo else []
+    blocks = [f"```python\n{block}\n```" for block in blocks]
+    return "\n\n".join([*blocks, *notes, *loading_notes(config, tokenizer)])
 
 
 def loading_notes(config: ModelConfig, tokenizer: Tokenizer) -> list[str]:

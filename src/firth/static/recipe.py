@@ -37,6 +37,8 @@ class StaticRecipe:
     tokenizer: str = ""  # fingerprint of the tokenizer that the shards were made with
     seed: int = 0
     report_to: TrackerName = "none"
+    push_to_hub: str = ""  # repository of the final model; empty: none
+    public: bool = False  # of a new repository
 
     def check(self) -> None:
         """Reject negative and non-finite numbers before anything is computed."""
@@ -140,7 +142,9 @@ def merge_static_recipe(folder: Path, recipe: StaticRecipeT, resume: bool) -> St
     stored = folder / "recipe.yaml"
     if resume and stored.is_file():
         earlier = from_dict(read_yaml_mapping(stored), type(recipe), str(stored))
-        moved: dict[str, Any] = {name: getattr(recipe, name) for name in ("output_dir", "data", "report_to")}
+        moved: dict[str, Any] = {
+            name: getattr(recipe, name) for name in ("output_dir", "data", "report_to", "push_to_hub", "public")
+        }
         # settings that were left open keep the values that the run resolved
         if isinstance(recipe, WordVectorRecipe) and isinstance(earlier, WordVectorRecipe):
             steps = earlier.max_steps if recipe.minutes or not recipe.max_steps else recipe.max_steps

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import time
+from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
@@ -24,22 +25,28 @@ from firth.tasks.shape_buckets import ShapeCountingBatches
 from firth.tasks.task import Prediction
 from firth.train import Diverged, FitResult, TrainingRun, fit
 from firth.train.checkpoint import explain_disk_errors, remove_best
+from firth.train.hub import make_uploader
 
 
 def train_seeds(job: FinetuneJob, resume: bool) -> list[dict[str, Any]]:
     """Train all seeds and return their results; the time left on the status line is that of all unfinished seeds."""
     folders = [job.folder / f"seed-{seed}" for seed in range(job.recipe.seeds)]
     unfinished = [folder for folder in folders if not (resume and (folder / "results.json").is_file())]
-    runs = []
+    runs, uploader = [], make_uploader(job.recipe)
+    on_checkpoint = uploader.push if uploader is not None else None
     with run_series([1.0] * len(unfinished)) as series:
         for seed, folder in enumerate(folders):
-            runs.append(train_seed(job, seed, resume))
+            runs.append(train_seed(job, seed, resume, on_checkpoint))
             if folder in unfinished:
                 series.end_run()
+    if uploader is not None:
+        uploader.close()
     return runs
 
 
-def train_seed(job: FinetuneJob, seed: int, resume: bool) -> dict[str, Any]:
+def train_seed(
+    job: FinetuneJob, seed: int, resume: bool, on_checkpoint: Callable[[Path], None] | None = None
+) -> dict[str, Any]:
     """Train one seed and return its results. A finished or diverged seed is not trained again on resume."""
     seed_folder, dist_context = job.folder / f"seed-{seed}", job.compute.dist_context
     if resume and (results := dist_context.run_on_main(lambda: read_ended_seed(seed_folder))) is not None:
@@ -79,6 +86,7 @@ def train_seed(job: FinetuneJob, seed: int, resume: bool) -> dict[str, Any]:
         freeze_schedule=recipe.freeze_schedule(len(items)),
         score_fn=partial(orient_score, deciding_metric(recipe, job.task)) if recipe.load_best else None,
         patience=recipe.early_stopping,
+        on_checkpoint=on_checkpoint,
         save_last=False,  # final/ follows at once, and a finished seed never resumes
     )
     with explain_disk_errors(seed_folder):

@@ -106,6 +106,7 @@ def fit(run: TrainingRun, resume: bool = False) -> FitResult:
     else:
         dist_context.broadcast_weights(model)
     writer, guard = make_checkpoint_writer(run), Guard(training, run.compute)
+    writer.on_saved = run.on_checkpoint if dist_context.is_main_process else None
     dist_context.prepare_model(model, training, run.compute)
     optimizer = make_optimizer(model, training, run.freeze_schedule)
     state, recurrent_state = TrainState(), RecurrentStateDict()

@@ -74,6 +74,7 @@ from firth.train.deterministic import deterministic_mode
 from firth.train.diagnose import nonfinite_layers
 from firth.train.distributed import SINGLE_PROCESS, DistContext
 from firth.train.folder import shared_run_folder
+from firth.train.hub import make_uploader
 from firth.train.launch import choose_parallel, init_distributed
 from firth.train.live_doctor import LiveDoctor
 from firth.train.log import token_loss_name
@@ -293,6 +294,8 @@ def run_pretraining(
         doctor=LiveDoctor(recipe, live_references(recipe, shards), str(folder)),
         replan=replan,
     )
+    uploader = make_uploader(recipe, dist_context.is_main_process)
+    run.on_checkpoint = uploader.push if uploader is not None else None
     if isinstance(losses, TransferLoss):
         run.before_step, run.layer_rate = follow_transfer(losses, recipe)
     if vectors is not None:
@@ -317,7 +320,10 @@ def run_pretraining(
     if dist_context.is_main_process:
         with explain_disk_errors(folder):
             write_results(folder / "results.json", results)
-    return dist_context.broadcast(results)
+    results = dist_context.broadcast(results)
+    if uploader is not None:  # last: no other process waits for a network
+        uploader.close()
+    return results
 
 
 def live_references(recipe: Recipe, shards: ShardSet | MixedShards) -> References:

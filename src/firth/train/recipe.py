@@ -244,8 +244,16 @@ class TrainingConfig:
     )
     logging_steps: int = recipe_field(1, "Write a line to log.jsonl every N steps.", ge=1)
     report_to: TrackerName = recipe_field(  # noqa: RUF009
-        "none", "Show the log in this tracker too, while the run trains; none writes log.jsonl alone."
+        "none",
+        "Show the log in tensorboard, trackio, wandb or mlflow too, while the run trains; none: in log.jsonl alone.",
     )
+    push_to_hub: str = recipe_field(
+        "",
+        "Push to this repository of the Hugging Face Hub, OWNER/NAME: checkpoints as branches (step-1000), the final "
+        "model to main. The token is that of HF_TOKEN or `hf auth login`.",
+        shown_default="none",
+    )
+    public: bool = recipe_field(False, "With --push-to-hub: make a new repository public; it is private without.")
     seed: int = recipe_field(0, "Seed the data order, the noise, the initial weights and dropout.", ge=0, lt=2**63)
     deterministic: bool = recipe_field(
         False, "Use deterministic kernels, so that a resumed run is bit-equal on a GPU too; slower."

@@ -88,6 +88,7 @@ class TrainingRun:
     mask_rate: Callable[[int], float | None] | None = None  # step -> mask rate, where it changes
     runner: StepRunner | None = None  # of an earlier run with this model, to share its compiled step
     doctor: LiveDoctor | None = None  # judges the log while it is written
+    on_checkpoint: Callable[[Path], None] | None = None  # called with each new checkpoint, in the main process
     replan: Replan | None = None  # plans the steps of a run with `minutes` again, while it runs
 
 

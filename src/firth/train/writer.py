@@ -43,6 +43,7 @@ class CheckpointWriter:
         self.snapshot = HostSnapshot(model) if is_async and run_dir is not None else None
         self.pool = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
         self.pending: Future[Path] | None = None
+        self.on_saved: Callable[[Path], None] | None = None  # called with each new checkpoint
 
     def save(
         self, payload: CheckpointPayload, state: TrainState, before_write: Callable[[], None] = lambda: None
@@ -81,7 +82,10 @@ class CheckpointWriter:
 
     def record_result(self, result: Callable[[], Path]) -> None:
         try:
-            self.last_saved, self.last_error = result().name, None
+            folder = result()
+            self.last_saved, self.last_error = folder.name, None
+            if self.on_saved is not None:
+                self.on_saved(folder)
         except OSError as e:
             self.last_error = e
             previous = f"{self.last_saved} is still intact" if self.last_saved else "none is saved yet"

@@ -1,0 +1,239 @@
+"""Upload models to the Hugging Face Hub: final models to main, checkpoints as branches such as step-1000.
+
+Only files that a manifest of ours lists are uploaded, without the optimizer's state, and the model card. The token
+comes from HF_TOKEN or from `hf auth login`, never from an argument. HF_ENDPOINT names another server.
+
+While a run trains, `CheckpointUploader` uploads in a thread. A checkpoint may be removed meanwhile
+(`save_total_limit`), so the thread reads hard links to its files.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from queue import Full, Queue
+from typing import Any, NamedTuple, TypeVar
+
+from firth.core.console import say, warn
+from firth.core.errors import MAX_REASON_CHARS, UserError, quote, shorten
+from firth.core.files import MANIFEST_FILE, MODEL_CARD_FILE, find_corruption, read_manifest, remove_path, write_json
+from firth.text.open_text import import_optional
+from firth.train.recipe import TrainingConfig
+
+ResultT = TypeVar("ResultT")
+MAIN_BRANCH = "main"
+REPO_NAME = re.compile(r"(?:[\w.-]+/)?[\w.-]{1,96}")
+PRIVATE_FOLDER = "training/"  # of a checkpoint: state of the optimizer, which only --resume reads
+RETRY_SECONDS = (2.0, 10.0)  # before the second and the third attempt
+MAX_WAITING = 2  # checkpoints that wait for their upload; their files stay on the disk
+REFUSED_STATUS = (400, 401, 403, 404, 409, 413, 422)  # answers that another attempt does not change
+
+
+class HubRefusalError(UserError):
+    """The Hub refuses a request: another attempt would not help."""
+
+
+class PushedModel(NamedTuple):
+    repo: str
+    revision: str
+    url: str
+    files: int
+    bytes: int
+
+
+def import_hub() -> Any:
+    """Import huggingface_hub, with the parts that it does not import itself."""
+    for part in ("constants", "errors", "utils"):
+        import_optional(f"huggingface_hub.{part}", "The Hugging Face Hub")
+    return import_optional("huggingface_hub", "The Hugging Face Hub")
+
+
+def check_repo_name(repo: str) -> None:
+    if not REPO_NAME.fullmatch(repo) or ".." in repo or "--" in repo:
+        raise UserError(f"{quote(repo)} is not the name of a repository. Write owner/name.")
+
+
+def open_repo(repo: str, public: bool) -> str:
+    """Create a repository unless it exists; return its full name. Raises a UserError without network or token.
+
+    A repository that exists keeps its visibility.
+    """
+    check_repo_name(repo)
+    hub = import_hub()
+    if hub.get_token() is None:
+        raise UserError(
+            "There is no token for the Hugging Face Hub: set HF_TOKEN to one that may write, or run `hf auth login`."
+        )
+    created = call_hub(lambda: hub.HfApi().create_repo(repo, private=not public, exist_ok=True))
+    return str(created.repo_id)
+
+
+def list_uploads(folder: Path) -> dict[str, Path]:
+    """Return the files of a model that may be uploaded, by their names; a UserError for any folder that is not ours."""
+    if not (folder / MANIFEST_FILE).is_file():
+        raise UserError(
+            f"{folder} is not a model folder that Firth wrote: it has no {MANIFEST_FILE}. Push RUN/final, or a folder "
+            "of `firth export`."
+        )
+    manifest = read_manifest(folder)
+    if manifest.get("kind") != "model":
+        raise UserError(f"{folder} is of kind {manifest.get('kind')}: only models are pushed, such as RUN/final.")
+    if defect := find_corruption(folder):
+        raise UserError(f"{folder}: {defect}. It was changed or damaged since it was written, and is not pushed.")
+    return {name: folder / name for name in manifest["files"] if not name.startswith(PRIVATE_FOLDER)}
+
+
+def push_folder(folder: Path, repo: str, revision: str, card: str | None, message: str) -> PushedModel:
+    """Upload a model folder in one commit: all of its files appear together, or none."""
+    hub = import_hub()
+    uploads = {name: str(path) for name, path in list_uploads(folder).items() if name != MODEL_CARD_FILE}
+    manifest = read_manifest(folder)
+    listed = {name: manifest["files"][name] for name in uploads}
+    contents: dict[str, str | bytes] = {**uploads, MANIFEST_FILE: json.dumps(manifest | {"files": listed}).encode()}
+    if card is not None:
+        contents[MODEL_CARD_FILE] = card.encode()
+
+    def commit() -> Any:
+        operations = [hub.CommitOperationAdd(name, content) for name, content in contents.items()]
+        api = hub.HfApi()
+        if revision != MAIN_BRANCH:
+            api.create_branch(repo, branch=revision, exist_ok=True)
+        return api.create_commit(repo, operations, commit_message=message, revision=revision)
+
+    call_hub(commit)
+    tree = "" if revision == MAIN_BRANCH else f"/tree/{revision}"
+    size = sum(fact["bytes"] for fact in listed.values())
+    return PushedModel(repo, revision, f"{hub.constants.ENDPOINT}/{repo}{tree}", len(contents), size)
+
+
+def call_hub(request: Callable[[], ResultT]) -> ResultT:
+    """Call the Hub; after a failure that may pass, such as one of the network, try again. Errors are UserErrors."""
+    for seconds in RETRY_SECONDS:
+        try:
+            return try_hub(request)
+        except HubRefusalError:
+            raise
+        except UserError as e:
+            say(f"{e} The next attempt is in {seconds:g} seconds.")
+            time.sleep(seconds)
+    return try_hub(request)
+
+
+def try_hub(request: Callable[[], ResultT]) -> ResultT:
+    try:
+        return request()
+    except Exception as e:
+        hub = import_hub()
+        endpoint, causes = hub.constants.ENDPOINT, [e]
+        while causes[-1].__cause__ is not None and isinstance(causes[-1].__cause__, Exception):
+            causes.append(causes[-1].__cause__)
+        statuses = [getattr(getattr(cause, "response", None), "status_code", None) for cause in causes]
+        status = next((number for number in statuses if number is not None), None)
+        reason = shorten((str(e).strip().splitlines() or [""])[0] or type(e).__name__, MAX_REASON_CHARS)
+        if isinstance(e, hub.errors.OfflineModeIsEnabled):
+            raise HubRefusalError("HF_HUB_OFFLINE is set, so that the Hub is not used. Unset it to push.") from None
+        if status in (401, 403):
+            raise HubRefusalError(
+                f"{endpoint} refuses the token ({status}): it must be allowed to write to this repository. Set "
+                "HF_TOKEN, or run `hf auth login`."
+            ) from None
+        if status in REFUSED_STATUS or isinstance(e, ValueError):
+            raise HubRefusalError(f"{endpoint} refuses the upload ({reason}).") from None
+        if status is None:
+            raise UserError(
+                f"{endpoint} cannot be reached ({type(e).__name__}: {reason}). Check the network."
+            ) from None
+        raise UserError(f"{endpoint} failed ({reason}).") from None
+
+
+def check_push_target(repo: str, public: bool, is_resumed: bool) -> None:
+    """Open the repository before a run starts, so that a wrong name or token costs no training.
+
+    For a resumed run a Hub that cannot be reached is a warning: its training must go on.
+    """
+    try:
+        open_repo(repo, public)
+    except UserError as e:
+        if not is_resumed:
+            raise UserError(f"--push-to-hub {repo}: {e} Without this option the run needs no network.") from None
+        warn(f"--push-to-hub {repo}: {e} The run continues.")
+
+
+class CheckpointUploader:
+    """Uploads the checkpoints of a run as branches, in a thread. A failure costs one branch and one line."""
+
+    def __init__(self, repo: str, public: bool) -> None:
+        self.repo, self.public = repo, public
+        self.waiting: Queue[tuple[Path, str] | None] = Queue(MAX_WAITING)
+        hub = import_hub()
+        hub.utils.disable_progress_bars()
+        hub.utils.logging.set_verbosity_error()
+        self.thread = threading.Thread(target=self.upload_all, name="hub", daemon=True)
+        self.thread.start()
+
+    def push(self, checkpoint: Path) -> None:
+        """Have a checkpoint uploaded. It may be removed at once: the upload reads hard links to its files."""
+        branch = branch_name(checkpoint)
+        links = checkpoint.with_name(f".{checkpoint.name}.push.tmp")
+        try:
+            if self.waiting.full():
+                raise Full
+            link_model_files(checkpoint, links)
+            self.waiting.put_nowait((links, branch))
+        except Full:
+            warn(
+                f"{branch} is not pushed: {MAX_WAITING} checkpoints wait for their upload already. Raise --save-steps."
+            )
+        except (OSError, UserError) as e:
+            warn(f"{branch} is not pushed ({e}). Training continues.")
+
+    def upload_all(self) -> None:
+        while (item := self.waiting.get()) is not None:
+            links, branch = item
+            try:
+                repo = open_repo(self.repo, self.public)
+                push_folder(links, repo, branch, None, f"Checkpoint {branch}")
+                say(f"pushed {branch} to {repo}")
+            except Exception as e:  # whatever a library raises, the training goes on
+                warn(f"{branch} could not be pushed: {e} Training continues.")
+            finally:
+                remove_path(links)
+
+    def close(self) -> None:
+        """Wait for the uploads of a run that has ended."""
+        if not self.waiting.empty():
+            say("waiting for the upload of checkpoints")
+        self.waiting.put(None)
+        self.thread.join()
+
+
+def make_uploader(recipe: TrainingConfig, is_main_process: bool = True) -> CheckpointUploader | None:
+    """Return the uploader of a run with --push-to-hub, in the main process."""
+    return CheckpointUploader(recipe.push_to_hub, recipe.public) if recipe.push_to_hub and is_main_process else None
+
+
+def branch_name(checkpoint: Path) -> str:
+    """Return the branch of a checkpoint.
+
+    >>> branch_name(Path("run/checkpoint-1000")), branch_name(Path("topics/seed-2/checkpoint-500"))
+    ('step-1000', 'seed-2-step-500')
+    """
+    step = checkpoint.name.replace("checkpoint-", "step-")
+    return f"{checkpoint.parent.name}-{step}" if checkpoint.parent.name.startswith("seed-") else step
+
+
+def link_model_files(checkpoint: Path, folder: Path) -> None:
+    """Make a folder of hard links to the files of a checkpoint that are uploaded, with a manifest of its own."""
+    remove_path(folder)
+    folder.mkdir()
+    manifest = read_manifest(checkpoint)
+    files = {name: fact for name, fact in manifest["files"].items() if not name.startswith(PRIVATE_FOLDER)}
+    for name in files:
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        os.link(checkpoint / name, folder / name)
+    write_json(folder / MANIFEST_FILE, manifest | {"files": files})
