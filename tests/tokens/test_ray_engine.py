@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import builtins
 import json
 import random
+import sys
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -40,14 +40,7 @@ def paths(source: Path) -> list[Path]:
 
 
 def test_the_extra_is_named(source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    real = builtins.__import__
-
-    def refuse(name: str, *rest: Any) -> Any:
-        if name == "ray":
-            raise ImportError
-        return real(name, *rest)
-
-    monkeypatch.setattr(builtins, "__import__", refuse)
+    monkeypatch.setitem(sys.modules, "ray", None)  # as if it were not installed
     with pytest.raises(UserError, match=r"needs the extra ray\. Install it: .* -m pip install 'firth\[ray\]'"):
         api.prepare(paths(source), source / "tok", tmp_path / "s", engine="ray")
 
