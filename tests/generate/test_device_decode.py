@@ -83,6 +83,25 @@ def test_the_same_constraints(name: str, settings: dict[str, Any], untrained: An
     assert_same(on_device(model, PROMPTS, 2, max_new_tokens=20, **settings), wanted)
 
 
+@pytest.mark.parametrize(
+    "settings",
+    [
+        dict(regex="[a-z]{2,6}( [a-z]{2,6})*"),
+        dict(choices=["yes", "no", "perhaps"], temperature=1.0, seed=5),
+        dict(json_schema={"type": "array", "items": {"type": "integer"}, "maxItems": 3}, temperature=1.0, min_p=0.01),
+        dict(regex="a+", repetition_penalty=1.5, min_new_tokens=4),
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("name", ["gpt2", "t5"])
+def test_the_same_structured_texts(name: str, settings: dict[str, Any], untrained: Any, on_device: Any) -> None:
+    """With two slots, a text starts its grammar while another one is in the middle."""
+    model = untrained(MODELS[name], 2)
+    wanted = generate_sequences(model, PROMPTS, GenerationConfig(max_new_tokens=20, **settings))
+    for slots in (2, 64):
+        assert_same(on_device(model, PROMPTS, slots, max_new_tokens=20, **settings), wanted)
+
+
 def test_eos_and_budgets_end_sequences(untrained: Any, on_device: Any) -> None:
     """Sequences of different lengths, in fewer slots than sequences."""
     model = untrained(MODELS["llama, grouped"], 2)
@@ -206,3 +225,18 @@ def test_a_gpu_generates_the_same(name: str, untrained: Any) -> None:
             for prompts, sequences in zip((PROMPTS, PROMPTS[:1]), wanted, strict=True):
                 assert_same(generate_sequences(model, prompts, config), sequences)
     assert kept_decodes[model].graph is not None
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no CUDA device")
+@pytest.mark.parametrize("name", ["gpt2", "llama, grouped", "t5"])
+def test_a_gpu_writes_the_same_structured_texts(name: str, untrained: Any) -> None:
+    """Two graphs and a mask of the host per step against token by token on the CPU."""
+    model = untrained(MODELS[name])
+    for settings in (dict(regex="[a-z]{2,6}( [a-z]{2,6})*"), dict(choices=["yes", "no"], temperature=1.0, seed=3)):
+        config = GenerationConfig(max_new_tokens=40, **settings)
+        wanted = generate_sequences(model.cpu(), PROMPTS, config)
+        model.cuda()
+        for _ in range(2):  # the second call uses the kept slots
+            assert_same(generate_sequences(model, PROMPTS, config), wanted)
+        assert kept_decodes[model].constrained_graphs is not None

@@ -203,6 +203,14 @@ class ConstraintRow:
         permitted[self.vocabulary.eos_ids] = any(reading.matcher.is_accepting() for reading in self.readings)
         return permitted
 
+    def write_forbidden(self, forbidden_V: np.ndarray) -> None:
+        """Mark the tokens that may not follow: all but EOS where the row has ended or cannot go on."""
+        permitted = self.permitted()[: len(forbidden_V)]
+        np.logical_not(permitted, out=forbidden_V[: len(permitted)])
+        if not permitted.any():
+            self.ended = True
+            forbidden_V[self.vocabulary.eos_ids] = False
+
     def with_spaces(self, reading: Reading, own: np.ndarray) -> np.ndarray:
         """(V,) bool: the tokens that may follow with a space or without one."""
         size, tokens = self.vocabulary.size, self.vocabulary.spelling
@@ -272,11 +280,7 @@ class ConstraintState:
         if len(self.buffer_BV) != len(self.rows):
             self.buffer_BV = np.ones((len(self.rows), self.vocab_size), dtype=bool)
         for forbidden_V, row in zip(self.buffer_BV, self.rows, strict=True):
-            permitted = row.permitted()[: self.vocab_size]
-            np.logical_not(permitted, out=forbidden_V[: len(permitted)])
-            if not permitted.any():
-                row.ended = True
-                forbidden_V[row.vocabulary.eos_ids] = False
+            row.write_forbidden(forbidden_V)
         return torch.from_numpy(self.buffer_BV).to(self.device)
 
     def accept(self, token_B: Iterable[int]) -> None:

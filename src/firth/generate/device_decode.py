@@ -12,6 +12,10 @@ Rows of the batch are slots. When a sequence ends, the next prompt takes its slo
 The text of a sequence depends on the model, the prompt, the seed and the sequence's number, not on the slots around it:
 its random numbers are those of `sampling.py`.
 
+A grammar (`constraint.py`) is walked by the host: it must know a token before it can say which ones may follow. Here a
+step is two graphs, the choice of a token and the logits after it. The host launches both, waits for the token alone,
+and computes the next mask while the GPU computes the logits, which takes longer.
+
 A graph holds the addresses of its tensors, so that the state of the last call is kept with the model and used again by
 a call that fits. The first call compiles and captures, the later ones start at once.
 
@@ -31,12 +35,14 @@ import torch
 from torch import Tensor
 
 from firth.generate.config import GenerationConfig
-from firth.generate.cuda_graph import capture_graph
+from firth.generate.constraint import Constraint, ConstraintRow
+from firth.generate.cuda_graph import capture_graph, restored
 from firth.generate.decode_state import CachedDecode, get_mask_ids, require_tokenizer
 from firth.generate.length_budget import INITIAL_NEW_TOKENS, warn_context_length
 from firth.generate.sampling import (
     NEG_INF,
     apply_repetition_penalty,
+    forbid_tokens,
     force_token,
     sample_from_uniform,
     seen_tokens,
@@ -65,6 +71,7 @@ class DecodeRequest(NamedTuple):
     budget: int
     seed: int
     row: int
+    constraint: Constraint | None = None
 
 
 class DecodedSequence(NamedTuple):
@@ -96,7 +103,6 @@ def can_decode_on_device(model: Model, generation_config: GenerationConfig) -> b
         and not torch.is_autocast_enabled("cuda")
         and generation_config.num_beams == 1
         and not generation_config.no_repeat_ngram_size
-        and generation_config.constraint is None  # the host computes its masks
         and supports_device_decode(model)
     )
 
@@ -119,6 +125,7 @@ class DeviceSettings(NamedTuple):
     forced: ForcedTokens
     eos_ids: tuple[int, ...]
     keeps_logprobs: bool
+    is_constrained: bool
     weight_addresses: tuple[int, ...]
 
 
@@ -135,6 +142,7 @@ def make_settings(
         forced,
         tuple(eos_ids),
         logprobs,
+        config.constraint is not None,
         tuple(p.data_ptr() for p in model.parameters()),
     )
 
@@ -173,6 +181,12 @@ class DeviceDecode:
         )
         self.eos_E = torch.tensor([i for i in settings.eos_ids if i < self.vocab_size], dtype=torch.long, device=device)
         self.graph: Callable[[], None] | None = None
+        self.constrained_graphs: tuple[Callable[[], None], Callable[[], None]] | None = None
+        if settings.is_constrained:
+            self.forbidden_BV = torch.zeros(B, self.vocab_size, dtype=torch.bool, device=device)
+            self.host_forbidden_BV = torch.ones(B, self.vocab_size, dtype=torch.bool, pin_memory=device.type == "cuda")
+            self.chosen_B = torch.zeros_like(self.count_B)
+            self.host_chosen_B = torch.zeros(B, dtype=torch.long, pin_memory=device.type == "cuda")
 
     def fits(self, settings: DeviceSettings, num_slots: int, longest: int, max_new: int, longest_source: int) -> bool:
         """Whether these slots can be used again, for these settings and lengths."""
@@ -215,6 +229,39 @@ class DeviceDecode:
         for _ in range(num_steps):
             step()
 
+    def run_constrained_step(self, use_graph: bool) -> list[int]:
+        """Decode one step under the masks of `host_forbidden_BV`; return the tokens while the logits are computed."""
+        if use_graph and self.constrained_graphs is None:
+            self.constrained_graphs = self.capture_constrained_step()
+        choose, compute = (self.choose_permitted, self.forward_chosen)
+        if use_graph and self.constrained_graphs is not None:
+            choose, compute = self.constrained_graphs
+        self.forbidden_BV.copy_(self.host_forbidden_BV, non_blocking=True)
+        choose()
+        if self.device.type != "cuda":
+            compute()
+            return self.chosen_B.tolist()
+        self.host_chosen_B.copy_(self.chosen_B, non_blocking=True)
+        event = torch.cuda.Event()
+        event.record()
+        compute()
+        event.synchronize()  # so the mask has been copied, too: the host may write the next one
+        return self.host_chosen_B.tolist()
+
+    def capture_constrained_step(self) -> tuple[Callable[[], None], Callable[[], None]]:
+        state = self.mutable_state()
+        choose = capture_graph(self.choose_permitted, state)
+        with restored(state):
+            self.choose_permitted()  # the warm-up of the next capture must write behind the last token of the cache
+            compute = capture_graph(self.forward_chosen, state)
+        return choose, compute
+
+    def choose_permitted(self) -> None:
+        self.chosen_B.copy_(self.choose_token())
+
+    def forward_chosen(self) -> None:
+        self.forward(self.chosen_B)
+
     def mutable_state(self) -> list[Tensor]:
         """The tensors that a step changes, apart from the cache beyond each row's length."""
         state = [self.logits_BV, self.token_BL, self.logprob_BL, self.count_B, self.done_B, self.ended_B]
@@ -222,6 +269,10 @@ class DeviceDecode:
 
     def step(self) -> None:
         """Choose a token from the logits of each slot, record it, and compute the logits after it."""
+        self.forward(self.choose_token())
+
+    def choose_token(self) -> Tensor:
+        """Choose a token from the logits of each slot, (B,), and record it."""
         value_BC, token_BC = self.choose()
         at_B1 = self.count_B.clone()[:, None] if self.settings.keeps_logprobs else None
         token_B = record_tokens(value_BC, token_BC, self.row_state())
@@ -230,7 +281,7 @@ class DeviceDecode:
             self.logprob_BL.scatter_(1, at_B1, logprob_B1)
         if self.seen_BV is not None:
             self.seen_BV.scatter_(1, token_B[:, None], True)
-        self.forward(token_B)
+        return token_B
 
     def row_state(self) -> RowState:
         return RowState(
@@ -258,12 +309,14 @@ class DeviceDecode:
 
     def process(self, scores_BV: Tensor) -> Tensor:
         """`LogitsProcessor.process`, with the number of new tokens of each slot on the device."""
-        settings, count_B1 = self.settings, self.count_B[:, None]
+        settings, count_B1, original_BV = self.settings, self.count_B[:, None], scores_BV
         if self.seen_BV is not None:
             scores_BV = apply_repetition_penalty(scores_BV.float(), self.seen_BV, settings.repetition_penalty)
         if settings.min_new_tokens:
             without_eos_BV = scores_BV.index_fill(1, self.eos_E, NEG_INF)
             scores_BV = torch.where(count_B1 < settings.min_new_tokens, without_eos_BV, scores_BV)
+        if settings.is_constrained:
+            scores_BV = forbid_tokens(scores_BV, original_BV, self.forbidden_BV)
         if settings.forced.bos is not None:
             scores_BV = torch.where(count_B1 == 0, force_token(scores_BV, settings.forced.bos), scores_BV)
         if settings.forced.eos is not None:
@@ -289,7 +342,7 @@ class DeviceDecode:
         self.fused.k[:, :, :, : old.capacity], self.fused.v[:, :, :, : old.capacity] = old.k, old.v
         self.fused.source_k, self.fused.source_v = old.source_k, old.source_v
         self.fused.position_B, self.fused.source_length_B = old.position_B, old.source_length_B
-        self.graph = None
+        self.graph = self.constrained_graphs = None
 
 
 def initial_capacity(longest: int, max_new_tokens: int) -> int:
@@ -346,6 +399,7 @@ class Slot:
     index: int
     prompt_length: int
     budget: int
+    constraint: ConstraintRow | None = None
     steps: int = 0  # that were launched for it
     checked: int = 0  # tokens in which stop strings were looked for
     stopped_at: int | None = None
@@ -417,9 +471,29 @@ class DeviceScheduler:
         warn_context_length(self.decode.model, longest)
         if longest > self.decode.fused.capacity:
             self.decode.grow(2 * self.decode.fused.capacity)
-        self.decode.run(steps, self.use_graph)
+        if self.decode.settings.is_constrained:
+            self.run_constrained(steps)
+        else:
+            self.decode.run(steps, self.use_graph)
         for slot in active:
             slot.steps += steps
+
+    def run_constrained(self, num_steps: int) -> None:
+        """Decode this many steps, and wait for each token, until all sequences have ended."""
+        masks = self.decode.host_forbidden_BV.numpy()
+        for step in range(num_steps):
+            rows = [
+                (b, slot.constraint)
+                for b, slot in enumerate(self.slots)
+                if slot and slot.constraint and not slot.constraint.ended and slot.steps + step < slot.budget
+            ]
+            if not rows:
+                return
+            for b, row in rows:
+                row.write_forbidden(masks[b])
+            tokens = self.decode.run_constrained_step(self.use_graph)
+            for b, row in rows:
+                row.accept(tokens[b])
 
     def has_steps_left(self) -> bool:
         return any(slot is not None and slot.steps < slot.budget for slot in self.slots)
@@ -515,5 +589,6 @@ class DeviceScheduler:
         seeds_S1 = np.array([[request.seed % 2**64] for request in requests], dtype=np.uint64)
         uniform = torch.from_numpy(token_uniforms(seeds_S1, [request.row for request in requests], width))
         self.decode.fill([b for b, _ in taken], prompts, budgets, uniform)
-        for (b, number), length, budget in zip(taken, lengths, budgets, strict=True):
-            self.slots[b] = Slot(number, length, budget)
+        for (b, number), length, request in zip(taken, lengths, requests, strict=True):
+            constraint = request.constraint.start_row() if request.constraint is not None else None
+            self.slots[b] = Slot(number, length, request.budget, constraint)

@@ -240,9 +240,12 @@ def make_scheduler(
         longest if is_seq2seq else 0,
     )
     scheduler = DeviceScheduler(decode)
-    seed = generation_config.seed
+    seed, constraint = generation_config.seed, model_constraint(model, generation_config)
     scheduler.add(
-        [DecodeRequest(*pair, seed, first_row + i) for i, pair in enumerate(zip(repeated, budgets, strict=True))]
+        [
+            DecodeRequest(ids, num_tokens, seed, row, constraint)
+            for row, (ids, num_tokens) in enumerate(zip(repeated, budgets, strict=True), first_row)
+        ]
     )
     if stop_fn is not None:
         scheduler.stop_fn = lambda number, ids: stop_fn(number // each, ids)

@@ -90,8 +90,10 @@ class DeviceBatch:
             return False
         budget = make_length_budget(self.model, prompts, config.max_new_tokens)
         requests = [
-            DecodeRequest(ids, num_tokens, seed, row)
-            for ids, num_tokens, seed in zip(budget.prompts, budget.budgets, job.inputs.seeds, strict=True)
+            DecodeRequest(ids, num_tokens, seed, row, prompt.constraint)
+            for prompt, ids, num_tokens, seed in zip(
+                job.inputs.prompts, budget.prompts, budget.budgets, job.inputs.seeds, strict=True
+            )
             for row in range(config.num_return_sequences)
         ]
         part = RunningJob(job)
