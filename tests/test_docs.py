@@ -39,6 +39,7 @@ FOREIGN_OPTIONS = {
     "--logdir",
     "--project",
     "--backend-store-uri",
+    "--strict",
 }
 FOREIGN_NAMES = {"numpy", "pytest", "torchrun"}
 

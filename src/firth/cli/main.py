@@ -34,7 +34,6 @@ from firth.train import Recipe, read_yaml_mapping
 
 app = typer.Typer(
     help="From your own text to a language model: tokenizer, pretraining, fine-tuning, evaluation, generation, export.",
-    add_completion=False,
     pretty_exceptions_enable=False,
     rich_markup_mode=None,
 )

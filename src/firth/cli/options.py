@@ -26,6 +26,7 @@ from typing import Annotated, Any, Literal, NamedTuple, Union, get_args, get_ori
 import typer
 from typer.core import TyperCommand
 
+from firth.cli.completion import complete_values
 from firth.cli.render import render_help
 from firth.core.errors import UserError, quote
 from firth.generate.config import GenerationConfig
@@ -141,11 +142,12 @@ class Option(NamedTuple):
         """What Typer needs to know."""
         kind: Any = bool if self.kind is bool else list[str] if self.many else str
         default: Any = None
+        complete = complete_values(self.name, self.choices)
         if self.argument:
-            info: Any = typer.Argument(metavar=self.metavar)
+            info: Any = typer.Argument(metavar=self.metavar, autocompletion=complete)
         else:
             negative = f"/--no-{self.flag[2:]}" if self.kind is bool and self.default is not False else ""
-            info = typer.Option(self.flag + negative)
+            info = typer.Option(self.flag + negative, autocompletion=complete)
         if self.default is MISSING:
             default = inspect.Parameter.empty
         else:

@@ -79,7 +79,7 @@ class Corpus:
     Further arguments are those of `TextCleaner`: `normalize`, `min_words` and so on.
 
     The path "-" is standard input, which is spooled to a temporary file: .jsonl if it starts with "{", otherwise plain
-    text. "hf:owner/name[:config][:split][#column]" is a dataset. "pydocs" is the built-in corpus ("./pydocs" is a
+    text. `hf:owner/name[:config][:split][#column]` is a dataset. "pydocs" is the built-in corpus ("./pydocs" is a
     folder of that name).
     """
 

@@ -1,0 +1,137 @@
+"""List the licences of all packages that Firth installs, from their metadata.
+
+python tools/licences.py            write docs/licences.md
+python tools/licences.py --check    compare it with the installed packages, and write nothing
+
+The packages of an extra that is not installed keep their rows.
+"""
+
+from __future__ import annotations
+
+import re
+import sys
+import tomllib
+from collections.abc import Iterator
+from importlib.metadata import PackageNotFoundError, distribution, metadata
+from pathlib import Path
+
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
+
+ROOT = Path(__file__).parents[1]
+PAGE = ROOT / "docs" / "licences.md"
+TOOL_EXTRAS = ("dev", "docs", "browser")  # of people who work on Firth
+CORE = "firth"
+# Packages that a platform adds; their rows would come and go with the machine that writes the page.
+PLATFORM_PACKAGES = re.compile(r"nvidia-.*|cuda-.*|triton|colorama|tzdata|pywin32|setuptools|hf-xet|uvloop")
+MAX_LICENCE_CHARS = 60
+# Metadata that is no name of a licence: a whole text, or a classifier without a version.
+SHORT_NAMES = (
+    (re.compile(r"apache", re.I), "Apache-2.0"),
+    (re.compile(r"3-clause|new bsd|BSD-3", re.I), "BSD-3-Clause"),
+    (re.compile(r"^BSD 2|BSD-2|2-clause", re.I), "BSD-2-Clause"),
+    (re.compile(r"^MIT\b|MIT License|Expat", re.I), "MIT"),
+    (re.compile(r"Python Software Foundation|^PSF", re.I), "PSF-2.0"),
+    (re.compile(r"Mozilla Public License 2|^MPL", re.I), "MPL-2.0"),
+    (re.compile(r"^BSD", re.I), "BSD"),
+)
+ROW = re.compile(r"^\| `([^`]+)` \| ([^|]+) \| ([^|]+) \|$", re.MULTILINE)
+HEAD = """\
+# Licences
+
+Firth is under the MIT licence. This page lists the packages that `pip install firth` and its extras install, with the
+licence that each package states. `python tools/licences.py` writes it.
+
+A GPU build of PyTorch adds NVIDIA's CUDA libraries, which are under NVIDIA's own terms, and `triton` (MIT).
+
+| package | licence | needed by |
+| --- | --- | --- |
+"""
+
+
+def read_requirements() -> dict[str, list[Requirement]]:
+    """Return the requirements of Firth itself and of each extra that users install."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    groups = {CORE: project["dependencies"], **project["optional-dependencies"]}
+    return {group: [Requirement(line) for line in lines] for group, lines in groups.items() if group not in TOOL_EXTRAS}
+
+
+def iter_closure(requirements: list[Requirement]) -> Iterator[str]:
+    """Yield the names of all packages that these requirements install, where they are installed."""
+    waiting, seen = [(r, extra) for r in requirements for extra in ("", *r.extras)], set()
+    while waiting:
+        requirement, extra = waiting.pop()
+        name = canonicalize_name(requirement.name)
+        if (name, extra) in seen or PLATFORM_PACKAGES.fullmatch(name):
+            continue
+        seen.add((name, extra))
+        yield name
+        try:
+            lines = distribution(name).requires or []
+        except PackageNotFoundError:
+            continue
+        for line in lines:
+            child = Requirement(line)
+            if child.marker is None or child.marker.evaluate({"extra": extra}):
+                waiting += [(child, inner) for inner in ("", *child.extras)]
+
+
+def find_licence(name: str) -> str | None:
+    """Return the licence that a package states, as an SPDX name where its metadata allows; None if not installed."""
+    try:
+        facts = metadata(name)
+    except PackageNotFoundError:
+        return None
+    if expression := facts.get("License-Expression"):
+        return " ".join(expression.split())
+    classifiers = [
+        value.rpartition(" :: ")[2] for value in facts.get_all("Classifier", []) if value.startswith("License :: OSI")
+    ]
+    stated = " and ".join(classifiers) if classifiers else (facts.get("License") or "").strip().split("\n")[0]
+    known = [short for pattern, short in SHORT_NAMES if pattern.search(stated)]
+    if known and len(classifiers) < 2 and not re.search(r" (AND|OR) ", stated):
+        return known[0]
+    return stated[:MAX_LICENCE_CHARS].strip() or "not stated: see its files"
+
+
+def collect_rows(page: str) -> dict[str, tuple[str, str]]:
+    """Return licence and group of each package; those of packages that are not installed are taken from `page`."""
+    written = {name: licence for name, licence, _ in ROW.findall(page)}
+    groups: dict[str, str] = {}
+    for group, requirements in read_requirements().items():
+        for name in iter_closure(requirements):
+            groups.setdefault(name, group if group == CORE else f"firth[{group}]")
+    rows = {}
+    for name, group in sorted(groups.items()):
+        licence = find_licence(name) or written.get(name)
+        if licence is not None:
+            rows[name] = (licence, group)
+    return rows
+
+
+def find_differences(page: str) -> list[str]:
+    """Return a sentence for each package whose row is missing or states another licence."""
+    written = {name: licence for name, licence, _ in ROW.findall(page)}
+    told = [
+        f"{name}: {licence}, and the page has {written.get(name, 'no row')}"
+        for name, (licence, _) in collect_rows(page).items()
+        if written.get(name) != licence
+    ]
+    required = {canonicalize_name(r.name) for lines in read_requirements().values() for r in lines}
+    return told + [f"{name}: required, not installed and without a row" for name in sorted(required - written.keys())]
+
+
+def main(arguments: list[str]) -> int:
+    page = PAGE.read_text(encoding="utf-8") if PAGE.exists() else ""
+    if arguments == ["--check"]:
+        differences = find_differences(page)
+        print("\n".join(differences) or f"{PAGE.name}: as installed")
+        return int(bool(differences))
+    lines = [f"| `{name}` | {licence} | {group} |" for name, (licence, group) in collect_rows(page).items()]
+    PAGE.write_text(HEAD + "\n".join(lines) + "\n", encoding="utf-8")
+    print(f"{PAGE}: {len(lines)} packages")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
