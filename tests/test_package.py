@@ -170,7 +170,7 @@ def test_start_up_time() -> None:
     startup = load_script("benchmarks/startup.py")
     environment = startup.bytecode_environment(str(ROOT / "build" / "bytecode")) | {"PYTHONPATH": str(ROOT / "src")}
     found = startup.measure(5, list(startup.MAX_SECONDS), environment)
-    assert {name: best for name, (best, _) in found.items() if best > startup.MAX_SECONDS[name]} == {}
+    assert {name: cpu for name, (_, cpu) in found.items() if cpu > startup.MAX_SECONDS[name]} == {}
 
 
 @pytest.mark.slow
