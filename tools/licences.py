@@ -40,7 +40,8 @@ HEAD = """\
 # Licences
 
 Firth is under the MIT licence. This page lists the packages that `pip install firth` and its extras install, with the
-licence that each package states. `python tools/licences.py` writes it.
+licence that each package states. `python tools/licences.py` writes it. Of an extra that was not installed when it was
+written, the page has the packages that `pyproject.toml` names, and not what those install in turn.
 
 A GPU build of PyTorch adds NVIDIA's CUDA libraries, which are under NVIDIA's own terms, and `triton` (MIT).
 
@@ -97,15 +98,15 @@ def find_licence(name: str) -> str | None:
 def collect_rows(page: str) -> dict[str, tuple[str, str]]:
     """Return licence and group of each package; those of packages that are not installed are taken from `page`."""
     written = {name: licence for name, licence, _ in ROW.findall(page)}
-    groups: dict[str, str] = {}
+    groups: dict[str, list[str]] = {}
     for group, requirements in read_requirements().items():
-        for name in iter_closure(requirements):
-            groups.setdefault(name, group if group == CORE else f"firth[{group}]")
+        for name in sorted(set(iter_closure(requirements))):
+            groups.setdefault(name, []).append(group if group == CORE else f"firth[{group}]")
     rows = {}
     for name, group in sorted(groups.items()):
         licence = find_licence(name) or written.get(name)
         if licence is not None:
-            rows[name] = (licence, group)
+            rows[name] = (licence, CORE if CORE in group else ", ".join(group))
     return rows
 
 
