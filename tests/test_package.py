@@ -96,6 +96,14 @@ def test_licences_notice_a_change() -> None:
     assert {"torch", "numpy", "tokenizers"} <= {row[0] for row in rows}
 
 
+def test_the_site_has_every_page() -> None:
+    menu = (ROOT / "mkdocs.yml").read_text()
+    missing = [
+        page.name for page in (ROOT / "docs").glob("*.md") if not re.search(rf": {page.name}$", menu, re.MULTILINE)
+    ]
+    assert missing == [], "add them to `nav` in mkdocs.yml"
+
+
 # Built and installed
 
 
