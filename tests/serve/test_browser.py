@@ -11,13 +11,21 @@ import os
 import shutil
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
 import pytest
+import torch
+from lab.test_doctor import load_script
+from serve.conftest import base, randomize
 from serve.test_runs import make_run
 from serve.test_server import running
+
+from firth.core.files import write_json, write_text
+from firth.models import make_model
+from firth.tasks import TASK_FILE, make_task
 
 pytestmark = [pytest.mark.browser, pytest.mark.slow]
 
@@ -36,12 +44,36 @@ NAMELESS = """() => [...document.querySelectorAll(
 @pytest.fixture(scope="module")
 def address(folders: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     home = tmp_path_factory.mktemp("runs")
-    make_run(home / "first", steps=30)
+    make_sick_run(home)
     make_run(home / "second" / "seed-0", steps=20)
+    make_run(home / "first", steps=30)
     (home / "first" / "final").symlink_to(folders["gpt2"])
-    models = [f"{name}={folder}" for name, folder in folders.items()]
+    models = [f"{name}={folder}" for name, folder in {**folders, "translator": save_translator(home)}.items()]
     with running(*models, "--runs", home) as (_, address):
         yield address
+
+
+def make_sick_run(home: Path) -> None:
+    """A run whose rate was too high: its recipe and its shards are made, its log was recorded."""
+    doctor_runs = load_script()
+    record = doctor_runs.read_recorded()["rate-too-high"]
+    options = {"preset": "gpt2-tiny", "optim": "adamw", "learning_rate": 0.5}
+    folder = doctor_runs.Workshop(home).untrained("sick", **options)
+    write_text(folder / "log.jsonl", "".join(json.dumps(line) + "\n" for line in record["lines"]))
+    write_json(folder / "results.json", {})
+
+
+def save_translator(home: Path) -> Path:
+    """An encoder-decoder that was fine-tuned to translate, with random weights."""
+    config, tokenizer = base("t5")
+    config = replace(config, num_decoder_layers=2)
+    task = make_task("text-to-text", {"prefix": "translate: "}, tokenizer, config)
+    torch.manual_seed(2)
+    model = randomize(make_model(replace(task.configure_model(config), vocab_size=tokenizer.vocab.size)))
+    model.tokenizer = tokenizer
+    model.save(home / "translator" / "final")
+    write_json(home / "translator" / "final" / TASK_FILE, task.metadata())
+    return home / "translator" / "final"
 
 
 @pytest.fixture(scope="module")
@@ -95,6 +127,11 @@ def until(page: Any, expression: str) -> None:
         page.wait_for_timeout(50)
 
 
+def until_answered(page: Any) -> None:
+    """Wait until no part of the page waits for an answer: what it shows until then is of an earlier text."""
+    until(page, "!document.querySelector('#panel .busy')")
+
+
 def card(page: Any, model: str) -> Any:
     return page.locator(f"section.card:has(h3:text-is('{model}'))")
 
@@ -122,6 +159,7 @@ def test_write(page: Any, address: str) -> None:
     own = card(page, "gpt2")
     own.locator("button.bar").first.wait_for()
     until(page, "document.querySelector('.passage .given')?.textContent === 'the cat'")
+    until_answered(page)
     before = own.locator(".bar .value").all_inner_texts()
     page.get_by_role("slider", name="temperature").fill("0.1")
     assert own.locator(".bar .value").all_inner_texts() != before
@@ -130,9 +168,12 @@ def test_write(page: Any, address: str) -> None:
     assert own.locator("button.bar.cut").count() == 13
     own.locator("button.bar").nth(1).click()
     own.locator(".passage .new").wait_for()
+    until_answered(page)
     own.locator("button.bar").first.focus()
     page.keyboard.press("ArrowDown")
     page.keyboard.press("Enter")
+    until_answered(page)
+    assert page.evaluate("document.activeElement.closest('.bars') !== null")  # the next token is one key away
     until(page, "document.querySelectorAll('section.card .passage')[0].querySelectorAll('.new').length === 2")
     page.click("text=Search beams")
     own.locator(".tree svg").wait_for()
@@ -145,6 +186,58 @@ def test_write(page: Any, address: str) -> None:
     assert "the cat" not in answer.inner_text()
     page.click("text=Back to the prompt")
     until(page, "document.querySelectorAll('section.card .passage .new').length === 0")
+
+
+def test_bars_of_an_earlier_text_cannot_be_taken(page: Any, address: str) -> None:
+    """While an answer is slow the old bars stay, dimmed: neither a click nor a slider uses them for the new text."""
+    open_tab(page, address, "write", "gpt2")
+    page.fill("textarea", "the cat")
+    until(page, "document.querySelector('.passage .given')?.textContent === 'the cat'")
+    until_answered(page)
+    held: list[Any] = []
+    page.route("**/next", lambda route: held.append(route))
+    page.fill("textarea", "a river")
+    until(page, "document.querySelector('.passage .given')?.textContent === 'a river'")
+    bars = card(page, "gpt2").locator("button.bar")
+    before = bars.all_inner_texts()
+    page.get_by_role("slider", name="temperature").fill("0.1")
+    bars.first.evaluate("bar => bar.focus()")
+    page.keyboard.press("Enter")
+    assert bars.all_inner_texts() == before
+    assert page.locator(".passage .new").count() == 0
+    held[0].continue_()
+    until_answered(page)
+    assert bars.all_inner_texts() != before
+    bars.first.click()
+    page.locator(".passage .new").wait_for()
+    held[1].continue_()
+    until_answered(page)
+
+
+def test_a_reload_keeps_what_was_chosen_and_typed(page: Any, address: str) -> None:
+    open_tab(page, address, "write", "gpt2", "t5")
+    page.fill("textarea", "the secret river")
+    page.get_by_role("slider", name="top-k").fill("7")
+    page.click("#tab-runs")
+    for name in ("sick", "second/seed-0"):
+        page.get_by_role("button", name=name, exact=True).click()
+    page.click("text=by tokens")
+    requests: list[str] = []
+    page.on("request", lambda request: requests.append(request.url))
+    page.reload()
+    page.wait_for_selector("#tab-runs[aria-selected=true]")
+    card(page, "sick").wait_for()
+    card(page, "second/seed-0").wait_for()
+    assert page.get_by_role("button", name="by tokens").get_attribute("aria-pressed") == "true"
+    page.click("#tab-write")
+    assert page.input_value("textarea") == "the secret river"
+    assert page.get_by_role("slider", name="top-k").input_value() == "7"
+    shown = page.evaluate(
+        "[...document.querySelectorAll('.model-button[aria-pressed=true]')].map((b) => b.firstChild.data)"
+    )
+    assert shown == ["gpt2", "t5"]
+    until_answered(page)
+    assert not [url for url in requests if "secret" in url]  # a text is in no address, and so in no log of a server
 
 
 def test_the_bars_are_the_distribution_that_is_sampled(page: Any, address: str) -> None:
@@ -276,6 +369,34 @@ def test_runs(page: Any, address: str) -> None:
     page.get_by_label("A prompt").fill("the cat")
     page.click("text=Sample the checkpoints")
     page.locator(".passage:has-text('the cat')").wait_for()
+
+
+def test_the_doctor_and_what_the_loss_should_be(page: Any, address: str) -> None:
+    open_tab(page, address, "runs")
+    page.get_by_role("button", name="sick", exact=True).click()
+    own = card(page, "sick")
+    own.locator(".finding.error").first.wait_for(timeout=240_000)  # the doctor has the lowest priority
+    assert "the learning rate is too high" in own.inner_text()
+    own.locator("summary").first.click()
+    assert "firth pretrain gpt2-tiny --data" in own.locator("pre").first.inner_text()
+    button = page.get_by_role("button", name="first", exact=True)
+    if button.get_attribute("aria-pressed") == "true":
+        button.click()
+    lines = page.locator(".figure", has=page.get_by_role("img", name="Loss of the runs")).locator(".legend li")
+    assert {text.split(":")[0] for text in lines.all_inner_texts()} >= {"unigrams", "bigrams"}
+
+
+def test_translations_with_attention(page: Any, address: str) -> None:
+    open_tab(page, address, "tasks", "translator")
+    own = card(page, "translator")
+    own.get_by_role("button", name="Query").first.wait_for()
+    until_answered(page)
+    own.get_by_role("button", name="Query").first.focus()
+    assert "→" in own.locator(".readout").inner_text()
+    assert "translate" in (own.locator("svg").text_content() or "")  # the prefix of the task is read too
+    before = own.locator("svg").inner_html()
+    own.get_by_role("slider", name="layer").fill("0")
+    assert own.locator("svg").inner_html() != before
 
 
 def test_long_words_and_markup_stay_inside(page: Any, address: str) -> None:

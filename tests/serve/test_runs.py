@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
 import fcntl
 import json
+import math
+import os
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -12,11 +16,13 @@ from fastapi.testclient import TestClient
 
 from firth.core.errors import UserError
 from firth.core.files import write_json, write_text
-from firth.serve import runs
+from firth.serve import run_events, run_notes, runs
 from firth.serve.app import make_app
 from firth.serve.config import ServeConfig
 from firth.serve.gate import Gate
 from firth.serve.model_server import ModelServer
+from firth.serve.run_events import RunEvents
+from firth.serve.run_notes import RunNotes
 from firth.serve.runs import RunsFolder, WatchedRun
 from firth.train.log import RunLog
 
@@ -24,6 +30,7 @@ from firth.train.log import RunLog
 @pytest.fixture(autouse=True)
 def always_scan(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(runs, "SCAN_SECONDS", 0.0)
+    monkeypatch.setattr(runs, "LIST_SHARE", 1e9)
 
 
 def make_run(folder: Path, steps: int = 3, max_steps: int = 10) -> Path:
@@ -146,3 +153,201 @@ def test_checkpoints_are_sampled(tmp_path: Path, folders: dict[str, Path]) -> No
     (sample,) = client.post("/runs/samples", json={"run": "fills", "text": "the ___ is red"}).json()["samples"]
     assert len(sample["blanks"][0]["guesses"]) == 5
     assert client.get("/runs/log", params={"name": "fills"}).json()["references"] == {}
+
+
+def test_a_sample_outlives_its_checkpoint(tmp_path: Path, folders: dict[str, Path]) -> None:
+    run = make_run(tmp_path / "run")
+    (run / "checkpoint-2").symlink_to(folders["gpt2"])
+    client = open_runs(tmp_path)
+    body = {"run": "run", "text": "the cat"}
+    (first,) = client.post("/runs/samples", json=body).json()["samples"]
+    (run / "checkpoint-2").unlink()
+    (run / "final").symlink_to(folders["gpt2"])
+    found = client.post("/runs/samples", json=body).json()["samples"]
+    assert [sample["checkpoint"] for sample in found] == ["checkpoint-2", "final"]
+    assert found[0] == first
+
+
+def test_a_seed_trains_under_the_recipe_and_the_lock_of_its_fine_tuning(tmp_path: Path) -> None:
+    home = tmp_path / "tuned"
+    home.mkdir()
+    write_text(home / "recipe.yaml", "task: classify\nmax_steps: 20\n")
+    for seed in (0, 1):
+        (home / f"seed-{seed}").mkdir()
+        with RunLog(home / f"seed-{seed}" / "log.jsonl", 0) as log:
+            log.write(step=1, loss=0.7)
+    write_json(home / "seed-0" / "results.json", {})
+    with (home / ".lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        found = {run.name: run for run in RunsFolder(tmp_path).list_summaries()}
+    assert {name: run.state for name, run in found.items()} == {"tuned/seed-0": "finished", "tuned/seed-1": "running"}
+    assert (found["tuned/seed-1"].kind, found["tuned/seed-1"].max_steps) == ("fine-tuning: classify", 20)
+
+
+def test_an_old_run_is_looked_at_when_folders_are_listed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("old", "new"):
+        make_run(tmp_path / name)
+    os.utime(tmp_path / "old" / "log.jsonl", (1e9, 1e9))
+    folder = RunsFolder(tmp_path)
+    folder.scan()
+    folder.next_listing = math.inf
+    looked_at: list[str] = []
+    monkeypatch.setattr(WatchedRun, "update", lambda run: looked_at.append(run.name))
+    folder.scan()
+    assert looked_at == ["new"]
+
+
+# --- events ---------------------------------------------------------------------------------------------------------
+
+
+def parse_event(text: bytes) -> dict[str, Any]:
+    assert text.startswith(b"data: ")
+    assert text.endswith(b"\n\n")
+    return json.loads(text[6:])
+
+
+def test_all_who_watch_get_the_same_bytes_of_what_is_new(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(run_events, "TICK_S", 0.01)
+    monkeypatch.setattr(run_events, "IDLE_TICK_S", 0.01)
+    folder = make_run(tmp_path / "run")
+    events = RunEvents(RunsFolder(tmp_path), RunNotes(), asyncio.to_thread)
+
+    async def watch_twice() -> None:
+        streams = [events.watch() for _ in range(3)]
+        first = [parse_event(await anext(stream)) for stream in streams]
+        assert all(event["all"] and [run["name"] for run in event["runs"]] == ["run"] for event in first)
+        waiting = [asyncio.ensure_future(anext(stream)) for stream in streams]
+        await asyncio.sleep(0.05)
+        assert not any(task.done() for task in waiting)  # nothing has changed: nothing is sent
+        with (folder / "log.jsonl").open("a") as log:
+            log.write('{"step": 4, "loss": 4.0}\n')
+        texts = [await task for task in waiting]
+        assert texts[0] is texts[1] is texts[2]
+        told = parse_event(texts[0])
+        assert told["logs"]["run"] == {"version": 1, "first": 3, "next": 4, "rows": [[4, 4.0, None, None, None, None]]}
+        assert [run["step"] for run in told["runs"]] == [4]
+
+        slow, fast = streams[0], streams[1]
+        for step in (5, 6):
+            with (folder / "log.jsonl").open("a") as log:
+                log.write(json.dumps({"step": step, "loss": 3.0}) + "\n")
+            assert parse_event(await anext(fast))["logs"]["run"]["next"] == step
+        assert parse_event(await anext(slow))["all"]  # has missed an event: all runs again
+        shutil.rmtree(folder)
+        assert parse_event(await anext(fast))["gone"] == ["run"]
+        events.close()
+        for stream in streams:
+            with pytest.raises(StopAsyncIteration):
+                while True:
+                    await anext(stream)
+        assert events.num_watchers == 0
+
+    asyncio.run(watch_twice())
+
+
+def test_a_resumed_log_and_a_burst_of_lines(tmp_path: Path) -> None:
+    folder = make_run(tmp_path / "run", steps=5)
+    events = RunEvents(RunsFolder(tmp_path), RunNotes(), asyncio.to_thread)
+    assert parse_event(events.collect())["logs"] == {}  # who begins asks /runs/log
+    events.sequence = 1
+    with (folder / "log.jsonl").open("a") as log:
+        log.writelines(json.dumps({"step": step, "loss": 1.0}) + "\n" for step in range(6, 206))
+    part = parse_event(events.collect())["logs"]["run"]
+    assert (part["first"], part["next"]) == (5, 205)
+    assert len(part["rows"]) <= run_events.MAX_EVENT_ROWS + 1
+    assert part["rows"][-1][0] == 205
+    assert events.collect() == b""
+    with RunLog(folder / "log.jsonl", 2) as log:
+        log.write(step=3, loss=1.0)
+    part = parse_event(events.collect())["logs"]["run"]
+    assert (part["version"], part["first"], [row[0] for row in part["rows"]]) == (2, 0, [1, 2, 3])
+
+
+def test_watching_ends_when_the_server_stops_and_is_no_request(tmp_path: Path) -> None:
+    make_run(tmp_path / "run")
+    config = ServeConfig(runs=str(tmp_path))
+    server = ModelServer({}, config)
+    gate = Gate(make_app(server), config, 0)
+    scope = {"type": "http", "method": "GET", "path": "/runs/events", "raw_path": b"/runs/events", "query_string": b""}
+    scope |= {"headers": [(b"host", b"localhost")], "scheme": "http", "server": ("localhost", 80), "root_path": ""}
+    sent: list[dict[str, Any]] = []
+
+    async def watch() -> None:
+        has_event, requests = asyncio.Event(), [{"type": "http.request", "body": b"", "more_body": False}]
+
+        async def receive() -> Any:
+            return requests.pop() if requests else await asyncio.Future()
+
+        async def send(message: Any) -> None:
+            sent.append(message)
+            if message.get("body"):
+                has_event.set()
+
+        task = asyncio.ensure_future(gate(dict(scope), receive, send))
+        await has_event.wait()
+        assert (gate.num_requests, gate.num_watchers) == (0, 1)
+        server.end_streams()
+        await task
+        assert gate.num_watchers == 0
+
+    asyncio.run(asyncio.wait_for(watch(), 20))
+    assert sent[0]["status"] == 200
+    assert (b"content-type", b"text/event-stream; charset=utf-8") in sent[0]["headers"]
+    assert parse_event(sent[1]["body"])["all"]
+    server.stop()
+
+
+# --- the doctor's notes ---------------------------------------------------------------------------------------------
+
+
+def test_a_log_is_examined_once_for_each_change(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = make_run(tmp_path / "run")
+    examined: list[Path] = []
+
+    def examine(path: Path, hold: Any) -> dict[str, Any]:
+        examined.append(path)
+        if len(examined) == 3:
+            raise UserError("the shards are gone")
+        return {"findings": [{"rule": "plateau"}], "references": {"bigram": 3.5}, "rules": 32, "not_examined": []}
+
+    notes, (run,) = RunNotes(examine), RunsFolder(tmp_path).scan().values()
+
+    def read_all() -> dict[str, Any]:
+        notes.worker.submit(lambda: None).result()  # what waits is done first
+        return notes.read(run)
+
+    assert notes.read(run)["state"] == "examining"
+    found = read_all()
+    assert (found["state"], found["number"], found["references"]) == ("examined", 1, {"bigram": 3.5})
+    assert read_all()["number"] == 1
+    assert examined == [folder]
+    with (folder / "log.jsonl").open("a") as log:
+        log.write('{"step": 4, "loss": 4.0}\n')
+    assert run.summary is not None
+    run.summary = run.summary._replace(state="running")
+    assert read_all()["state"] == "examined"  # a run that trains is examined again after a pause
+    monkeypatch.setattr(run_notes, "MIN_PAUSE_S", 0.0)
+    monkeypatch.setattr(run_notes, "PAUSE_FACTOR", 0.0)
+    assert read_all()["state"] == "examining"
+    assert read_all()["number"] == 2
+    write_json(folder / "results.json", {})
+    read_all()
+    found = read_all()
+    assert (found["state"], found["error"]) == ("failed", "the shards are gone")
+    notes.stop()
+
+
+@pytest.mark.slow  # an idle process waits for all others
+def test_the_doctor_runs_as_an_idle_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A recipe that no doctor knows: what the command says is the error, and nothing else of it."""
+    folder = make_run(tmp_path / "-run")
+    write_text(folder / "recipe.yaml", "vector_size: 16\n")
+    monkeypatch.chdir(tmp_path)
+    policies: list[int] = []
+
+    def hold(process: Any) -> None:
+        policies.append(os.sched_getscheduler(process.pid))
+
+    with pytest.raises(UserError, match="the doctor knows language models and fine-tunings"):
+        run_notes.examine_at_idle_priority(Path("-run"), hold)
+    assert policies == [os.SCHED_IDLE]

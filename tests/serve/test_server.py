@@ -109,6 +109,11 @@ def test_a_killed_client_leaves_an_idle_server_that_ctrl_c_ends(folders: dict[st
         assert process.wait(10) == 0
 
 
+def test_runs_are_served_without_a_model(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="there is no such folder"):
+        app(["serve", "--runs", str(tmp_path / "nothing"), "--port", "0"], standalone_mode=False)
+
+
 def test_a_port_in_use_is_named() -> None:
     with listen("127.0.0.1", 0) as taken:
         taken.listen()

@@ -700,7 +700,7 @@ firth serve --runs runs               # watch training runs
 firth serve run/final --host 0.0.0.0 --api-key-file keys.txt
 """,
 )
-def serve(checkpoint: list[str] | None, **settings: Any) -> None:
+def serve(checkpoint: list[str] | None = None, **settings: Any) -> None:
     """Serve models: a page to try them and to watch runs, OpenAI's API, and routes such as /fill and /classify.
 
     The page shows next tokens, blanks, attention, vectors, tokens, tasks and runs; it loads nothing from elsewhere.

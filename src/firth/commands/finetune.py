@@ -122,6 +122,7 @@ def finetune(
             other = without_teacher(plan) if str(against) == ALONE else make_plan(against)
         return FinetuneResult(finetune_against(plan, other, resume, overwrite, allow_change))
     from firth.evaluate import write_run_report_and_card
+    from firth.lab.doctor import try_diagnosis
     from firth.tasks import check_task
     from firth.tasks import finetune as run_finetune
     from firth.tasks.finetune_data import read_finetune_data
@@ -140,9 +141,9 @@ def finetune(
         return FinetuneResult(result)
     with quiet():  # the run has printed all notices on these files
         examples = read_finetune_data(plan).dev
-    report = write_run_report_and_card(Path(plan.output_dir), result, examples)
-    final = Path(plan.output_dir) / "final"
-    pushed = push_final(final, plan.push_to_hub, plan.public) if plan.push_to_hub else {}
+    folder = Path(plan.output_dir)
+    report = write_run_report_and_card(folder, result, examples, try_diagnosis(folder))
+    pushed = push_final(folder / "final", plan.push_to_hub, plan.public) if plan.push_to_hub else {}
     return FinetuneResult({**result, "report": str(report), **pushed})
 
 

@@ -49,14 +49,14 @@ class AttendedText(NamedTuple):
 
 def compute_attention(
     model: Model,
-    text: str,
-    target: str = "",
+    text: str | Sequence[int],
+    target: str | Sequence[int] = "",
     layers: Sequence[int] | None = None,
     heads: Sequence[int] | None = None,
     queries: Range | None = None,
     keys: Range | None = None,
 ) -> AttentionWeights:
-    """Return the attention weights of a text with its special tokens.
+    """Return the attention weights of a text with its special tokens, or of the ids that a model reads.
 
     `layers` and `heads` select some of them, `queries` and `keys` a window of the positions.
     """
@@ -90,17 +90,26 @@ def check_has_attention(model: Model) -> None:
         raise UserError("This model has no attention.")
 
 
-def attention_inputs(model: Model, text: str, target: str) -> tuple[list[int], list[int]]:
-    """Return the ids that the model reads of a text, and those of the decoder of an encoder-decoder."""
+def attention_inputs(
+    model: Model, text: str | Sequence[int], target: str | Sequence[int]
+) -> tuple[list[int], list[int]]:
+    """Return the ids that the model reads of a text, and those of the decoder of an encoder-decoder.
+
+    A text gets its special tokens; ids have theirs. A target gets the start token of the decoder.
+    """
     config, tokenizer = model.config, require_tokenizer(model)
     if target and not isinstance(model, EncoderDecoder):
         raise UserError("A target text is for encoder-decoders.")
     template = make_sequence_template(config, tokenizer.vocab)
-    ids, target_ids = template.apply(tokenizer.encode(text))[0], []
+    target_ids: list[int] = []
     if isinstance(model, EncoderDecoder):
-        target_ids = [template.decoder_start_id, *tokenizer.encode(target)]
+        target_ids = [template.decoder_start_id, *(tokenizer.encode(target) if isinstance(target, str) else target)]
+    if not isinstance(text, str):
+        ids = list(text)
+    elif config.architecture == "decoder":
+        ids = [*template.prefix_ids, *tokenizer.encode(text)]
     else:
-        ids = ids if config.architecture == "encoder" else [*template.prefix_ids, *tokenizer.encode(text)]
+        ids = list(template.apply(tokenizer.encode(text))[0])
     if not ids:
         raise UserError("The text has no token.")
     return ids, target_ids

@@ -26,6 +26,7 @@ from firth.core.errors import UserError
 from firth.core.files import MODEL_CARD_FILE, read_object, read_utf8, read_yaml
 from firth.core.html import HtmlPage, format_cell
 from firth.evaluate.card import write_model_card
+from firth.evaluate.health import add_doctor_section
 from firth.evaluate.report import add_source_table, format_commands, loss_series
 from firth.generate import fill, generate_results
 from firth.generate.config import GenerationConfig
@@ -344,15 +345,6 @@ def next_commands(recipe: Recipe, final: Path) -> dict[str, str]:
 
 
 # --- sections -------------------------------------------------------------------------------------------------------
-
-
-def add_doctor_section(page: HtmlPage, findings: Sequence[Finding]) -> None:
-    """Add what the doctor found, the worst first."""
-    page.add_heading("Health")
-    if findings:
-        page.add_fragment("doctor.html.j2", "findings", findings)
-    else:
-        page.add_paragraph("The doctor found nothing wrong with this run.")
 
 
 def add_loss_section(

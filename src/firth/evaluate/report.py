@@ -17,6 +17,7 @@ from firth.core.html import HtmlPage
 from firth.core.parse import parse_yaml
 from firth.evaluate.card import write_model_card
 from firth.evaluate.examples_page import CLASS_TASKS, NO_LABEL, PAIR_TASKS, add_examples
+from firth.evaluate.health import add_doctor_section
 from firth.evaluate.search_page import SEARCH_PAGE, format_value, write_search_page
 from firth.metrics import ClassMetrics, format_metric, mean_and_std, per_class_metrics, per_type_metrics
 from firth.metrics.tagging import are_span_tags
@@ -29,6 +30,7 @@ from firth.tasks.results import describe_comparison
 from firth.tasks.search import DIMENSION_WORDS
 from firth.text import Example
 from firth.train import read_log, token_loss_name
+from firth.train.findings import Finding
 
 MAX_SEED_COLUMNS = 5  # seeds with a column of their own
 TRAIN_LOG_KEYS = {"loss", "skipped", "rewound_from"}  # a log line with one of these is not an evaluation
@@ -98,16 +100,20 @@ def add_induction_figure(page: HtmlPage, result: Mapping[str, Any]) -> None:
     page.add_chart(chart, "Loss on random tokens. A model with induction copies them, and the second curve falls.")
 
 
-def write_run_report_and_card(folder: Path, result: Mapping[str, Any], examples: Sequence[Example]) -> Path:
+def write_run_report_and_card(
+    folder: Path, result: Mapping[str, Any], examples: Sequence[Example], findings: Sequence[Finding] | None = None
+) -> Path:
     """Write the report of a fine-tuning run and the card of its model; an existing card is kept."""
-    page = write_run_report(folder, result, examples)
+    page = write_run_report(folder, result, examples, findings)
     if not (folder / "final" / MODEL_CARD_FILE).exists():  # it may have been edited
         write_model_card(folder / "final")
     return page
 
 
-def write_run_report(folder: Path, result: Mapping[str, Any], examples: Sequence[Example]) -> Path:
-    """Write the report of a fine-tuning run: results, recipe and the predictions of the best seed."""
+def write_run_report(
+    folder: Path, result: Mapping[str, Any], examples: Sequence[Example], findings: Sequence[Finding] | None = None
+) -> Path:
+    """Write the report of a fine-tuning run: results, the doctor's findings, recipe, predictions of the best seed."""
     recipe = read_utf8(folder / "recipe.yaml")
     settings, task = parse_yaml(recipe, str(folder / "recipe.yaml")), result["task"]
     page = HtmlPage(f"{task}: {', '.join(result.get('tasks', ())) or Path(settings['dev']).name}")
@@ -132,6 +138,8 @@ def write_run_report(folder: Path, result: Mapping[str, Any], examples: Sequence
         page.add_paragraph(f"Seeds whose loss diverged, without a score: {format_list(result['diverged'])}.")
     if result.get("comparison"):
         page.add_paragraph(describe_comparison(result["comparison"]))
+    if findings is not None:
+        add_doctor_section(page, findings)
     add_distillation_section(page, result)
     add_rate_section(page, result)
     if result.get("search"):

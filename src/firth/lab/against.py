@@ -22,6 +22,7 @@ from firth.core.files import write_results
 from firth.core.html import HtmlPage
 from firth.evaluate import write_run_report_and_card
 from firth.evaluate.report import add_distillation_section
+from firth.lab.doctor import try_diagnosis
 from firth.metrics import format_metric
 from firth.tasks import FinetuneRecipe, check_task, finetune
 from firth.tasks.finetune_data import read_finetune_data
@@ -91,7 +92,8 @@ def run_arm(recipe: FinetuneRecipe, resume: bool, allow_change: bool) -> dict[st
     result = finetune(recipe, resume=resume, allow_change=allow_change)
     with quiet():  # the run has printed all notices on these files
         examples = read_finetune_data(recipe).dev
-    return {**result, "report": str(write_run_report_and_card(Path(recipe.output_dir), result, examples))}
+    folder = Path(recipe.output_dir)
+    return {**result, "report": str(write_run_report_and_card(folder, result, examples, try_diagnosis(folder)))}
 
 
 def arm_table(results: Mapping[str, Mapping[str, Any]]) -> tuple[list[str], list[tuple[Any, ...]]]:

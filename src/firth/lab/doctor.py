@@ -40,7 +40,15 @@ from firth.tokens.checkup import make_excerpt
 from firth.train import Recipe, load_recipe, read_log
 from firth.train.dataloader import make_batch_rng, make_ramp_datasets, make_row_dataset, open_recipe_shards
 from firth.train.findings import Evidence, Finding, Rule, examine, sort_findings
-from firth.train.log_rules import LOG_RULES, LogFacts, References, find_spikes, repeat_command, skipped_lines
+from firth.train.log_rules import (
+    FINETUNING_RULES,
+    LOG_RULES,
+    LogFacts,
+    References,
+    find_spikes,
+    repeat_command,
+    skipped_lines,
+)
 from firth.train.ramp import first_row_of_step, ramp_stages, stage_at
 from firth.train.recipe import read_yaml_mapping
 from firth.train.timings import TIMINGS_FILE, sum_timings
@@ -50,7 +58,6 @@ SAMPLE_EXAMPLES = 256  # labelled examples, likewise
 NGRAM_TRAIN_TOKENS, NGRAM_EVAL_TOKENS = 2_000_000, 200_000  # tokens of the n-gram references
 FORECAST_RATIO = 1.25  # loss over the forecast, from which a run is behind it
 TRIGRAM_MIN_STEPS, TRIGRAM_MIN_PASSES = 2000, 1.0  # of a run that should have passed a trigram model
-FINETUNING_RULES = ("divergence", "loss-spikes", "rate-too-high")  # rules on the log of a seed
 
 
 @dataclass(frozen=True)
@@ -381,12 +388,11 @@ class FinetuneFacts:
 
 def diagnose_finetuning(folder: Path, recipe: FinetuneRecipe) -> Diagnosis:
     findings, not_examined = list[Finding](), list[str]()
-    rules = [rule for rule in LOG_RULES if rule.id in FINETUNING_RULES]
     for seed in sorted(folder.glob("seed-*")):
         facts = LogFacts(recipe, read_run_log(seed / "log.jsonl"), run=str(folder))
-        own = examine(rules, facts)
+        own = examine(FINETUNING_RULES, facts)
         findings += [replace(finding, evidence={"seed": seed.name, **finding.evidence}) for finding in own]
-    num_rules = len(rules)
+    num_rules = len(FINETUNING_RULES)
     try:
         data = read_finetune_data(recipe)
     except (UserError, OSError) as e:

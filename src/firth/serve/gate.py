@@ -27,6 +27,8 @@ AsgiApp = Callable[[MutableMapping[str, Any], Receive, Send], Awaitable[None]]
 BODY_TIMEOUT_S = 10.0  # to receive a whole request
 OPEN_PATHS = ("/", "/health")  # need no key
 OPEN_PREFIX = "/page/"  # nor do the files of the page, which asks for the key
+EVENTS_PATH = "/runs/events"  # a stream that lasts as long as somebody watches: it is counted apart
+MAX_WATCHERS = 500
 LOOPBACK_HOSTS = ("127.0.0.1", "localhost", "::1")
 MIN_KEY_CHARS = 8
 SECURITY_HEADERS = [(b"x-content-type-options", b"nosniff"), (b"cache-control", b"no-store")]
@@ -49,19 +51,21 @@ def hash_key(key: bytes) -> bytes:
 
 
 class Gate:
-    """The outermost application. `num_requests` are between their first and their last byte."""
+    """The outermost application. `num_requests` are between their first and last byte; who watches is no request."""
 
     def __init__(self, app: AsgiApp, config: ServeConfig, num_models: int, key_hashes: Sequence[bytes] = ()) -> None:
         self.app, self.config, self.key_hashes = app, config, key_hashes
         self.max_requests = max(num_models, 1) * (config.max_queue + MAX_RUNNING_BATCHES * config.max_batch_size)
-        self.num_requests = 0
+        self.num_requests = self.num_watchers = 0
         self.is_stopping = False
 
     async def __call__(self, scope: MutableMapping[str, Any], receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
             await self.app(scope, receive, send)
             return
-        self.num_requests += 1
+        is_watching = scope["path"] == EVENTS_PATH
+        self.num_watchers += is_watching
+        self.num_requests += not is_watching
         try:
             headers = dict(scope["headers"])
             self.check(scope["path"], headers)
@@ -75,7 +79,8 @@ class Gate:
         else:
             await self.app(scope, replay(body, receive), with_security_headers(send))
         finally:
-            self.num_requests -= 1
+            self.num_watchers -= is_watching
+            self.num_requests -= not is_watching
 
     def check(self, path: str, headers: dict[bytes, bytes]) -> None:
         """Refuse a request by its headers."""
@@ -86,7 +91,7 @@ class Gate:
             raise stopping_error()
         if self.key_hashes and path not in OPEN_PATHS and not path.startswith(OPEN_PREFIX):
             self.check_key(headers.get(b"authorization", b""))
-        if self.num_requests > self.max_requests:
+        if self.num_requests > self.max_requests or (path == EVENTS_PATH and self.num_watchers > MAX_WATCHERS):
             raise queue_full_error()
 
     def check_key(self, authorization: bytes) -> None:

@@ -33,11 +33,20 @@ class ModelServer:
     def __init__(self, models: Mapping[str, ServedModel], config: ServeConfig) -> None:
         self.models, self.config = dict(models), config
         self.helpers = ThreadPoolExecutor(NUM_HELPER_THREADS, "firth-read")
+        self.streams: list[Callable[[], None]] = []  # end streams that last as long as the server
+        self.background: list[Callable[[], None]] = []  # end what computes beside the requests
         for model in self.models.values():
             model.worker.thread.start()
 
+    def end_streams(self) -> None:
+        """End the streams that would keep a server from stopping. Called in the event loop."""
+        for end in self.streams:
+            end()
+
     def stop(self) -> None:
         """End the computing threads; what they have not answered is answered by 503."""
+        for end in self.background:
+            end()
         for model in self.models.values():
             model.worker.stop()
         self.helpers.shutdown(wait=False, cancel_futures=True)

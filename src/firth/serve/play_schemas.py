@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
@@ -212,7 +212,7 @@ class Run(Answer):
     tokens_per_second: float | None = Field(description="Measured while the run is watched.")
     seconds_left: float | None
     memory_bytes: int | None = Field(description="Resident memory of the process that trains.")
-    seconds_since_change: float
+    changed_at: float = Field(description="Unix time of the last line of the log.")
 
 
 class RunsAnswer(Answer):
@@ -227,6 +227,26 @@ class RunLogAnswer(Answer):
     rows: list[list[float | None]]
     run: Run
     references: dict[str, float] = Field(description="Losses to compare with, in nats per token.")
+
+
+class Finding(Answer):
+    rule: str
+    level: Literal["error", "warning", "info"]
+    title: str
+    evidence: dict[str, Any] = Field(description="The numbers that make the rule speak.")
+    cause: str
+    command: str = Field(description="To try next.")
+
+
+class NotesAnswer(Answer):
+    name: str
+    number: int = Field(description="How often the run was examined.")
+    state: Literal["examining", "examined", "failed"] = Field(description="examining: ask again; it has idle priority.")
+    error: str = Field(description="Why the run cannot be examined.")
+    findings: list[Finding] = Field(description="The worst first; of the last examination.")
+    references: dict[str, float] = Field(description="Losses to compare with, in nats per token.")
+    rules: int = Field(description="Rules that were examined.")
+    not_examined: list[str]
 
 
 class SamplesRequest(Request):

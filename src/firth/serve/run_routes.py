@@ -1,22 +1,31 @@
-"""The routes of training runs: a list, the log as it grows, and samples of the checkpoints."""
+"""The routes of training runs: a list, the log as it grows, changes as events, the doctor's notes, and samples."""
 
 from __future__ import annotations
 
+import asyncio
 from typing import Annotated, Any
 
 from fastapi import FastAPI, Query
-from fastapi.responses import JSONResponse
+from fastapi.responses import JSONResponse, Response, StreamingResponse
 
 from firth.core.errors import UserError
 from firth.serve import play_schemas as schemas
 from firth.serve.errors import ApiError
+from firth.serve.gate import EVENTS_PATH
 from firth.serve.model_server import ModelServer
-from firth.serve.run_samples import sample_checkpoints
+from firth.serve.openai_routes import EVENT_STREAM
+from firth.serve.run_events import RunEvents
+from firth.serve.run_notes import RunNotes
+from firth.serve.run_samples import SampleStore
 from firth.serve.runs import COLUMNS, RunsFolder, WatchedRun, run_references
 
 
 def add_run_routes(app: FastAPI, server: ModelServer, folder: RunsFolder) -> None:
     tags: Any = ["runs"]
+    notes, samples = RunNotes(), SampleStore()
+    events = RunEvents(folder, notes, server.read)
+    server.streams.append(events.close)
+    server.background += [notes.stop, lambda: samples.worker.shutdown(wait=False, cancel_futures=True)]
 
     def find_run(name: str) -> WatchedRun:
         try:
@@ -45,14 +54,30 @@ def add_run_routes(app: FastAPI, server: ModelServer, folder: RunsFolder) -> Non
                 "next_row": part.next_row,
                 "columns": list(COLUMNS),
                 "rows": part.rows,
-                "run": folder.summaries[name]._asdict(),
+                "run": run.summary._asdict() if run.summary else None,
                 "references": run.references(run_references),
             }
 
         return JSONResponse(await server.read(read))  # many rows, and many who watch: not checked against the type
 
+    @app.get(EVENTS_PATH, tags=tags, responses={200: EVENT_STREAM}, response_class=StreamingResponse)
+    async def watch_runs() -> Response:
+        """Send all runs, then what changes in any of them, by server-sent events."""
+        return StreamingResponse(events.watch(), media_type="text/event-stream")
+
+    @app.get("/runs/notes", tags=tags, response_model=schemas.NotesAnswer)
+    async def read_notes(name: str) -> Any:
+        """Return what `firth doctor` says about a run. It is examined in the background when its log has changed."""
+
+        def read() -> dict[str, Any]:
+            run = find_run(name)
+            return {"name": name, **notes.read(run)}
+
+        return await server.read(read)
+
     @app.post("/runs/samples", tags=tags, response_model=schemas.SamplesAnswer)
     async def sample_run(body: schemas.SamplesRequest) -> Any:
         """Tell what each checkpoint of a run makes of a text."""
         run = await server.read(find_run, body.run)
-        return {"run": body.run, "samples": await server.read(sample_checkpoints, run, body.text)}
+        loop = asyncio.get_running_loop()
+        return {"run": body.run, "samples": await loop.run_in_executor(samples.worker, samples.sample, run, body.text)}

@@ -1,13 +1,16 @@
 """What each checkpoint of a run makes of a text: the words for its blanks, or its continuation.
 
 A checkpoint is loaded when somebody asks, on the CPU, and forgotten afterwards: a run that is watched keeps its memory,
-and its GPU. One sample is computed at a time.
+and its GPU. One sample is computed at a time. Its text is kept: the same question is not computed again, and what a
+checkpoint made of a text is still told when the run has removed the checkpoint.
 """
 
 from __future__ import annotations
 
+import math
 import re
-import threading
+from collections import OrderedDict
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +26,9 @@ NUM_GUESSES, NUM_NEW_TOKENS = 5, 24
 SAMPLING = GenerationConfig(max_new_tokens=NUM_NEW_TOKENS, temperature=0.8, top_p=0.9)
 BLANK_PATTERN = re.compile(r"\[MASK\]|<mask>|___")
 
-one_at_a_time = threading.Lock()
+MAX_KEPT = 64  # pairs of a run and a text
+
+Sample = dict[str, Any]
 
 
 def list_sampled_checkpoints(folder: Path) -> list[tuple[str, int | None]]:
@@ -35,13 +40,27 @@ def list_sampled_checkpoints(folder: Path) -> list[tuple[str, int | None]]:
     return found[-MAX_CHECKPOINTS:]
 
 
-def sample_checkpoints(run: WatchedRun, text: str) -> list[dict[str, Any]]:
-    """Return what each checkpoint writes or fills in; the seed is the same for all."""
-    with one_at_a_time:
-        return [
-            sample_checkpoint(run.folder / name, name, step, text)
-            for name, step in list_sampled_checkpoints(run.folder)
-        ]
+class SampleStore:
+    """Samples by run and text, and by checkpoint. `sample` runs in `worker` alone, one call at a time."""
+
+    def __init__(self) -> None:
+        self.worker = ThreadPoolExecutor(1, "firth-sample")
+        self.kept: OrderedDict[tuple[Path, int, str], dict[str, tuple[int, Sample]]] = OrderedDict()
+
+    def sample(self, run: WatchedRun, text: str) -> list[Sample]:
+        """Return what each checkpoint writes or fills in, by step; the seed is the same for all."""
+        key = (run.folder, run.version, text)  # a log that begins anew is another run
+        known = self.kept.setdefault(key, {})
+        self.kept.move_to_end(key)
+        for name, step in list_sampled_checkpoints(run.folder):
+            folder = run.folder / name
+            stamp = (folder / "config.json").stat().st_mtime_ns
+            if name not in known or known[name][0] != stamp:
+                known[name] = (stamp, sample_checkpoint(folder, name, step, text))
+        while len(self.kept) > MAX_KEPT:
+            self.kept.popitem(last=False)
+        found = [sample for _, sample in known.values()]
+        return sorted(found, key=lambda sample: math.inf if sample["step"] is None else sample["step"])
 
 
 def sample_checkpoint(folder: Path, name: str, step: int | None, text: str) -> dict[str, Any]:

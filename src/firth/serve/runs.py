@@ -5,6 +5,9 @@ and parses what is new; however many people watch, a line is parsed once. A resu
 another inode then: it is read again from its start, under a new version. Nothing is written to the folder of a run, and
 nothing is asked of its process.
 
+Watching must not slow a run that needs all cores. So a run that is neither trained nor new is looked at only when
+folders are listed, and listing them takes at most `LIST_SHARE` of the time, however many they are.
+
 `log.jsonl` has no times, since a resumed run repeats it exactly. So speed is measured here, from the growth of the log
 while somebody watches. The process that holds the lock of the run folder trains; Linux tells its memory.
 """
@@ -13,6 +16,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import stat
 import threading
 import time
@@ -32,9 +36,12 @@ MAX_DEPTH, MAX_RUNS = 3, 300  # folders below the given one
 MAX_ROWS = 100_000  # lines that are kept; of a longer log every second one is dropped, as often as needed
 MAX_READ_BYTES = 16_000_000  # of a log at once
 MAX_SENT_ROWS = 5_000
-SCAN_SECONDS = 2.0  # the list of runs is not older than this
+SCAN_SECONDS = 2.0  # running runs are looked at this often
+LIST_SHARE = 0.002  # of the time, at most, that is spent on listing folders
+FRESH_SECONDS = 60.0  # a run whose log changed since then is looked at like a running one
 SPEED_SECONDS = 60.0  # the speed is measured over this time
 SKIPPED_FOLDERS = ("final", "data", "tokenizer")
+SEED_FOLDER = re.compile(r"seed-\d+")  # of a fine-tuning, whose folder has the recipe and the lock of all seeds
 
 
 class RunSummary(NamedTuple):
@@ -51,7 +58,7 @@ class RunSummary(NamedTuple):
     tokens_per_second: float | None
     seconds_left: float | None
     memory_bytes: int | None
-    seconds_since_change: float
+    changed_at: float  # Unix time of the last line of the log
 
 
 class LogPart(NamedTuple):
@@ -67,9 +74,13 @@ class WatchedRun:
 
     def __init__(self, name: str, folder: Path) -> None:
         self.name, self.folder = name, folder
+        self.is_seed = bool(SEED_FOLDER.fullmatch(folder.name)) and not (folder / RECIPE_FILE).is_file()
+        self.home = folder.parent if self.is_seed else folder  # has the recipe and the lock
+        self.summary: RunSummary | None = None
         self.lock = threading.Lock()
         self.version, self.rows = 0, list[list[float | None]]()
         self.inode, self.offset, self.num_lines, self.every = -1, 0, 0, 1
+        self.log_stamp = (-1, -1)  # inode and bytes when the log was read last
         self.seen: deque[tuple[float, int, int]] = deque()  # time, step, tokens
         self.recipe: dict[str, Any] = {}
         self.recipe_stamp = -1
@@ -84,6 +95,9 @@ class WatchedRun:
     def read_new_lines(self) -> None:
         file = self.folder / LOG_FILE
         try:
+            known = file.stat()
+            if (known.st_ino, known.st_size) == self.log_stamp:
+                return
             with file.open("rb") as opened:
                 facts = os.fstat(opened.fileno())
                 if not stat.S_ISREG(facts.st_mode):
@@ -93,6 +107,7 @@ class WatchedRun:
                     self.offset = self.num_lines = 0
                     self.every = 1
                     self.seen.clear()
+                self.log_stamp = (facts.st_ino, facts.st_size)
                 while facts.st_size > self.offset:
                     opened.seek(self.offset)
                     whole, end, _ = opened.read(MAX_READ_BYTES).rpartition(b"\n")
@@ -130,9 +145,9 @@ class WatchedRun:
     def read_recipe(self) -> None:
         """Read recipe.yaml again if it changed: a run with --minutes plans its steps anew."""
         try:
-            stamp = (self.folder / RECIPE_FILE).stat().st_mtime_ns
+            stamp = (self.home / RECIPE_FILE).stat().st_mtime_ns
             if stamp != self.recipe_stamp:
-                found = read_yaml(self.folder / RECIPE_FILE)
+                found = read_yaml(self.home / RECIPE_FILE)
                 self.recipe, self.recipe_stamp = found if isinstance(found, dict) else {}, stamp
         except (OSError, UserError):
             return
@@ -143,13 +158,15 @@ class WatchedRun:
             self.known_references, self.references_stamp = compute(self), (self.version, self.recipe_stamp)
         return self.known_references
 
-    def log_after(self, version: int, first: int) -> LogPart:
-        """Return the rows from `first` on; all of them where the log has another version. At most MAX_SENT_ROWS."""
+    def log_after(self, version: int, first: int, max_rows: int | None = None) -> LogPart:
+        """Return the rows from `first` on; all of them where the log has another version. Of more than `max_rows`,
+        and those with a held-out loss, every n-th is returned."""
+        max_rows = max_rows or MAX_SENT_ROWS
         with self.lock:
             first = first if version == self.version and first <= len(self.rows) else 0
             rows, end = self.rows[first:], len(self.rows)
-        if len(rows) > MAX_SENT_ROWS:
-            size = -(-len(rows) // MAX_SENT_ROWS)
+        if len(rows) > max_rows:
+            size = -(-len(rows) // max_rows)
             rows = [row for i, row in enumerate(rows) if i % size == 0 or row[2] is not None or i == len(rows) - 1]
         return LogPart(self.version, end, rows)
 
@@ -160,8 +177,11 @@ class WatchedRun:
             values = [next((row[i] for row in reversed(self.rows) if row[i] is not None), None) for i in (1, 2, 4)]
             seen = list(self.seen)
         loss, held_out, tokens = values
-        process = processes.get(inode_of(self.folder / LOCK_FILE), 0)
-        state = "running" if process else "finished" if (self.folder / RESULTS_FILE).is_file() else "stopped"
+        process = processes.get(inode_of(self.home / LOCK_FILE), 0)
+        has_results = (self.folder / RESULTS_FILE).is_file()
+        if has_results and self.is_seed:  # the process trains another seed
+            process = 0
+        state = "running" if process else "finished" if has_results else "stopped"
         step, max_steps = int(last[0] or 0), self.recipe.get("max_steps")
         max_steps = max_steps if isinstance(max_steps, int) and max_steps > 0 else None
         speed = left = None
@@ -173,7 +193,7 @@ class WatchedRun:
         return RunSummary(
             *(self.name, describe_recipe(self.recipe), state, step, max_steps, loss, held_out),
             *(None if tokens is None else int(tokens), speed, left, memory_of(process)),
-            max(time.time() - modified_at(self.folder / LOG_FILE), 0.0),
+            modified_at(self.folder / LOG_FILE),
         )
 
 
@@ -186,34 +206,43 @@ class RunsFolder:
             raise UserError(f"--runs {folder}: there is no such folder.")
         self.lock = threading.Lock()
         self.runs: dict[str, WatchedRun] = {}
-        self.summaries: dict[str, RunSummary] = {}  # the run that changed last first
-        self.scanned = -SCAN_SECONDS
+        self.scanned, self.next_listing = -SCAN_SECONDS, 0.0
 
     def scan(self) -> dict[str, WatchedRun]:
-        """Return the runs by name, listed at most every few seconds, and read what is new."""
+        """Return the runs by name, and read what is new, at most every few seconds."""
         with self.lock:
-            if time.monotonic() - self.scanned >= SCAN_SECONDS:
-                found = dict(find_runs(self.folder))
-                self.runs = {name: self.runs.get(name) or WatchedRun(name, folder) for name, folder in found.items()}
-                self.scanned = time.monotonic()
-                for run in self.runs.values():
+            now = time.monotonic()
+            if now - self.scanned >= SCAN_SECONDS:
+                self.scanned = now
+                if is_listing := now >= self.next_listing:
+                    found = dict(find_runs(self.folder))
+                    self.runs = {
+                        name: self.runs.get(name) or WatchedRun(name, folder) for name, folder in found.items()
+                    }
+                looked_at = [run for run in self.runs.values() if is_listing or is_active(run.summary)]
+                processes = lock_holders() if looked_at else {}
+                for run in looked_at:
                     run.update()
-                processes = lock_holders()
-                summaries = [run.summarize(processes) for run in self.runs.values()]
-                summaries.sort(key=lambda run: (run.state != "running", run.seconds_since_change))
-                self.summaries = {summary.name: summary for summary in summaries}
+                    run.summary = run.summarize(processes)
+                if is_listing:
+                    self.next_listing = now + (time.monotonic() - now) / LIST_SHARE
             return self.runs
 
     def list_summaries(self) -> list[RunSummary]:
-        """Return where all runs stand; everybody who asks within a scan gets the same."""
-        self.scan()
-        return [*self.summaries.values()]
+        """Return where all runs stand, those that train first, then the run that changed last."""
+        found = [run.summary for run in self.scan().values() if run.summary is not None]
+        return sorted(found, key=lambda run: (run.state != "running", -run.changed_at))
 
     def find(self, name: str) -> WatchedRun:
         runs = self.scan()
         if name not in runs:
             raise UserError(f"There is no run {quote(name)}. {did_you_mean(name, runs)}")
         return runs[name]
+
+
+def is_active(run: RunSummary | None) -> bool:
+    """Whether a run trains, or did so a moment ago."""
+    return run is None or run.state == "running" or time.time() - run.changed_at < FRESH_SECONDS
 
 
 def find_runs(folder: Path) -> Iterator[tuple[str, Path]]:
@@ -292,7 +321,10 @@ def modified_at(file: Path) -> float:
 
 
 def run_references(run: WatchedRun) -> dict[str, float]:
-    """Return losses to compare a pretraining run with, by name: the unigram entropy and the planner's forecast."""
+    """Return losses to compare a pretraining run with, by name: the unigram entropy and the planner's forecast.
+
+    The doctor adds the loss of a bigram model, which takes seconds (`run_notes.py`).
+    """
     from firth.lab.expected_loss import find_law, read_loss_table
     from firth.models import count_parameters
     from firth.objectives.registry import describe_objective
@@ -302,13 +334,13 @@ def run_references(run: WatchedRun) -> dict[str, float]:
     if "objective" not in run.recipe or not manifest_file.is_file():
         return {}
     try:
-        recipe, facts = load_recipe(run.folder / RECIPE_FILE, Recipe), read_json(manifest_file)["metadata"]
+        recipe, facts = load_recipe(run.home / RECIPE_FILE, Recipe), read_json(manifest_file)["metadata"]
         entropy, text_tokens = float(facts["unigram_entropy"]), int(facts["train"]["tokens"])
     except (UserError, OSError, KeyError, TypeError, ValueError):
         return {}
     if recipe.model.architecture == "encoder-decoder":
         return {}  # its labels hold sentinels: word frequencies are no baseline
-    references = {"word frequencies": entropy}
+    references = {"unigrams": entropy}
     law = find_law(read_loss_table(), recipe.model.architecture, describe_objective(recipe.objective)["name"])
     tokens_per_step = next((row[4] / row[0] for row in reversed(run.rows) if row[4] and row[0]), None)
     is_measured = describe_objective(recipe.objective)["name"] == law.objective

@@ -451,6 +451,12 @@ class AttentionRequest(Request):
     model: ModelName = None
     text: Text
     target: str = Field(default="", description="What the decoder of an encoder-decoder reads.")
+    is_prompt: Flag = Field(
+        default=False, description="Read the text as /generate does: with the prefix of the checkpoint's task."
+    )
+    new_tokens: Annotated[list[Int], Field(max_length=4096)] = Field(
+        default=[], description="Ids of a generated text, in place of `target`."
+    )
     layers: Annotated[list[Int], Field(min_length=1, max_length=1000)] | None = None
     heads: Annotated[list[Int], Field(min_length=1, max_length=1000)] | None = None
     queries: Window | None = Field(default=None, description="First position and the one after the last.")

@@ -255,14 +255,15 @@ class ServedModel:
 
     def make_attention_job(
         self,
-        text: str,
-        target: str,
+        text: str | Sequence[int],
+        target: str | Sequence[int],
         layers: Sequence[int] | None,
         heads: Sequence[int] | None,
         queries: Range | None = None,
         keys: Range | None = None,
     ) -> Job:
-        self.check_input_tokens(sum(len(ids) for ids in self.tokenizer.encode_batch([text, target])))
+        parts = [self.tokenizer.encode(part) if isinstance(part, str) else part for part in (text, target)]
+        self.check_input_tokens(sum(map(len, parts)))
         return Job(self.operations["attention"], None, (text, target, layers, heads, queries, keys))
 
     def make_inspection_job(self, compute: Callable[[], Any]) -> Job:

@@ -122,6 +122,8 @@ def run_until_signal(server: ModelServer, gate: Gate, listener: socket.socket, c
             gate.is_stopping, self.deadline_s = True, time.monotonic() + GRACE_S
 
         async def on_tick(self, counter: int) -> bool:
+            if gate.is_stopping:
+                server.end_streams()
             if gate.is_stopping and (gate.num_requests == 0 or time.monotonic() > self.deadline_s):
                 server.stop()
                 self.should_exit = True

@@ -130,11 +130,14 @@ def add_task_routes(app: FastAPI, server: ModelServer) -> None:
     async def attention(body: schemas.AttentionRequest, request: Request) -> Response:
         """Return the attention weights of a text, by layer and head."""
         model = server.find(body.model, lambda model: model.has_attention)
-        found = await server.result(
-            request,
-            model,
-            lambda: model.make_attention_job(body.text, body.target, body.layers, body.heads, body.queries, body.keys),
-        )
+
+        def make_job() -> Job:
+            text: str | list[int] = model.task_prompts([body.text], None)[0] if body.is_prompt else body.text
+            model.check_token_ids(body.new_tokens, "new_tokens")
+            target = body.new_tokens or body.target
+            return model.make_attention_job(text, target, body.layers, body.heads, body.queries, body.keys)
+
+        found = await server.result(request, model, make_job)
         answer = {
             "model": model.name,
             "tokens": found.tokens,

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import lru_cache, partial
 from pathlib import Path
 from typing import Any
@@ -32,6 +32,7 @@ from firth.text import Example
 from firth.tokens.permutation import permute_indices
 from firth.train import ComputeConfig
 from firth.train.distributed import SINGLE_PROCESS, DistContext, select_device
+from firth.train.findings import Finding
 
 DEFAULT_FINETUNE_EPOCHS = 3.0  # epochs per seed if the recipe sets no length
 MAX_STORED_ORDER = 2**20  # examples: up to here the order of an epoch is computed at once
@@ -54,6 +55,7 @@ class FinetuneJob:
     folder: Path
     shape_buckets: ShapeBuckets | None = None  # None without compile and CUDA graphs
     recipe_changed: bool = False  # the run resumes with another recipe or other examples
+    reported: dict[str, Finding] = field(default_factory=dict)  # what the doctor has said about the seeds, by rule
 
     @property
     def execution_mode(self) -> str:

@@ -26,6 +26,8 @@ from firth.tasks.task import Prediction
 from firth.train import Diverged, FitResult, TrainingRun, fit
 from firth.train.checkpoint import explain_disk_errors, remove_best
 from firth.train.hub import make_uploader
+from firth.train.live_doctor import LiveDoctor
+from firth.train.log_rules import FINETUNING_RULES, References
 
 
 def train_seeds(job: FinetuneJob, resume: bool) -> list[dict[str, Any]]:
@@ -88,11 +90,14 @@ def train_seed(
         patience=recipe.early_stopping,
         on_checkpoint=on_checkpoint,
         save_last=False,  # final/ follows at once, and a finished seed never resumes
+        doctor=LiveDoctor(recipe, References(), str(job.folder), FINETUNING_RULES, job.reported),
     )
     with explain_disk_errors(seed_folder):
         began = time.monotonic()
         try:
             outcome = fit(run, resume)
+            if run.doctor is not None:
+                run.doctor.judge(is_finished=True)
         except Diverged as e:
             if recipe.seeds == 1:
                 raise

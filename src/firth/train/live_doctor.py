@@ -1,12 +1,16 @@
-"""The doctor beside a running training: the rules of `log_rules.py` on the log so far, one line per finding, once."""
+"""The doctor beside a running training: the rules of `log_rules.py` on the log so far, one line per finding, once.
+
+The seeds of a fine-tuning are judged one after the other, by the rules that hold without a unigram entropy
+(`FINETUNING_RULES`). They share what was reported: five seeds with one illness say so once.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from firth.core.console import warn
-from firth.train.findings import Finding, examine
+from firth.train.findings import Finding, Rule, examine
 from firth.train.log_rules import LOG_RULES, LogFacts, References
 from firth.train.recipe import TrainingConfig
 
@@ -18,12 +22,20 @@ MAX_LINES = 20_000  # lines in memory; of more, every second one is kept
 class LiveDoctor:
     """Collects the lines of the log and says what is wrong, each finding once."""
 
-    def __init__(self, training: TrainingConfig, references: References, run: str) -> None:
-        self.training, self.references, self.run = training, references, run
+    def __init__(
+        self,
+        training: TrainingConfig,
+        references: References,
+        run: str,
+        rules: Sequence[Rule[LogFacts]] = LOG_RULES,
+        reported: dict[str, Finding] | None = None,
+    ) -> None:
+        self.training, self.references, self.run, self.rules = training, references, run, rules
         self.lines: list[Mapping[str, Any]] = []
         self.timings: Mapping[str, Any] = {}  # the loop's own, which grow
+        self.reads_timings = any(rule.id == "input-bound" for rule in rules)
         self.num_unjudged = 0
-        self.reported: dict[str, Finding] = {}  # by rule
+        self.reported = {} if reported is None else reported  # by rule
 
     def observe(self, line: Mapping[str, Any]) -> None:
         """Take a line of the log; now and then, judge all of them."""
@@ -40,7 +52,7 @@ class LiveDoctor:
         self.num_unjudged = 0
         facts = LogFacts(self.training, self.lines, self.references, is_finished, timings=self.timings, run=self.run)
         try:
-            findings = examine(LOG_RULES, facts)
+            findings = examine(self.rules, facts)
         except Exception as e:  # a wrong rule must not end a training
             warn(f"the doctor could not judge the log so far ({type(e).__name__}: {e}). Training continues.")
             return

@@ -624,3 +624,5 @@ LOG_RULES: tuple[Rule[LogFacts], ...] = (
         check_small_batch,
     ),
 )
+# Rules on the log of a fine-tuning's seed: its loss has no unigram entropy to be compared with.
+FINETUNING_RULES = tuple(rule for rule in LOG_RULES if rule.id in ("divergence", "loss-spikes", "rate-too-high"))

@@ -326,8 +326,8 @@ def make_log(run: TrainingRun, step: int) -> RunLog | NullLog:
 
 
 def make_timings(run: TrainingRun, step: int) -> StepTimings:
-    """Make the timings of a pretraining run; they are written by the main process alone."""
-    has_file = run.doctor is not None and run.folder is not None and run.compute.dist_context.is_main_process
+    """Make the timings of a run; they are written by the main process alone, and where the doctor reads them."""
+    has_file = run.doctor is not None and run.doctor.reads_timings and run.compute.dist_context.is_main_process
     return StepTimings(run.folder / TIMINGS_FILE if has_file and run.folder else None, step, run.compute)
 
 

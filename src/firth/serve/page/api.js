@@ -59,9 +59,7 @@ export const stop = (channel) => running.get(channel)?.abort();
 export const get = async (path, channel) => (await send(path, undefined, open(channel))).json();
 export const post = async (path, body, channel) => (await send(path, body, open(channel))).json();
 
-// Server-sent events of a POST: calls `onEvent` with the data of each.
-export async function stream(path, body, channel, onEvent) {
-  const answer = await send(path, { ...body, stream: true }, open(channel));
+async function readEvents(answer, onEvent) {
   const reader = answer.body.pipeThrough(new TextDecoderStream()).getReader();
   let buffer = "";
   for (;;) {
@@ -71,6 +69,7 @@ export async function stream(path, body, channel, onEvent) {
     const events = buffer.split("\n\n");
     buffer = events.pop();
     for (const event of events) {
+      if (event.startsWith(":")) continue; // a sign of life
       const data = event.replace(/^data: /, "");
       if (data === "[DONE]") return;
       const found = JSON.parse(data);
@@ -79,3 +78,7 @@ export async function stream(path, body, channel, onEvent) {
     }
   }
 }
+
+// Server-sent events of a POST, or of a GET that lasts: calls `onEvent` with the data of each.
+export const stream = async (path, body, channel, onEvent) => readEvents(await send(path, { ...body, stream: true }, open(channel)), onEvent);
+export const watch = async (path, channel, onEvent) => readEvents(await send(path, undefined, open(channel)), onEvent);

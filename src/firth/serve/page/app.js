@@ -2,6 +2,7 @@
 
 import { get } from "/page/api.js";
 import { el, shortCount } from "/page/dom.js";
+import { keep } from "/page/keep.js";
 import * as attention from "/page/attention.js";
 import * as fill from "/page/fill.js";
 import * as runs from "/page/runs.js";
@@ -15,6 +16,8 @@ const MAX_SHOWN = 3; // models that are shown at first
 const panel = document.getElementById("panel");
 const state = { models: [], shown: new Set(), tab: null, hasRuns: false };
 let close = null; // what the open tab has to stop
+let before = { tab: "", models: [] }; // a reload
+keep("page", () => ({ tab: state.tab?.name ?? "", models: [...state.shown] }), (value) => (before = value));
 
 const THEMES = ["auto", "light", "dark"];
 const themeButton = document.getElementById("theme");
@@ -94,9 +97,12 @@ async function start() {
     panel.replaceChildren(el("p", { class: "error", role: "alert", text: error.message }));
     return;
   }
-  state.models.slice(0, MAX_SHOWN).forEach((model) => state.shown.add(model.id));
+  const known = state.models.map((model) => model.id);
+  const chosen = before.models.filter((id) => known.includes(id));
+  (chosen.length ? chosen : known.slice(0, MAX_SHOWN)).forEach((id) => state.shown.add(id));
   drawModels();
-  const wanted = TABS.find((tab) => `#${tab.name}` === location.hash && (tab !== runs || state.hasRuns));
+  const named = location.hash.slice(1) || before.tab;
+  const wanted = TABS.find((tab) => tab.name === named && (tab !== runs || state.hasRuns));
   const able = (ability) => state.models.some((model) => model.abilities.includes(ability));
   select(wanted ?? (!state.models.length ? runs : able("generate") ? write : able("fill") ? fill : tokens));
 }

@@ -4,6 +4,7 @@ import { post } from "/page/api.js";
 import { button, card, decodeCells, maskFigure, paintCells, segments, show, textArea } from "/page/components.js";
 import { lineChart } from "/page/chart.js";
 import { choose, debounce, el, percent, svg } from "/page/dom.js";
+import { keepFields, keepMap } from "/page/keep.js";
 
 export const name = "attention";
 export const title = "Attention";
@@ -11,8 +12,10 @@ export const title = "Attention";
 const WINDOW = 40; // tokens that are enlarged at once
 const state = { text: "The cat sat on the mat because the cat was tired.", target: "", view: "arcs" };
 const picked = new Map(); // model id -> {kind, layer, head, start}
+keepFields("attention", state);
+keepMap("heads", picked);
 
-const clean = (token) => token.replace(/^[Ġ▁]/, "").replace(/^##/, "").replace(/<\/w>$/, "") || token;
+export const clean = (token) => token.replace(/^[Ġ▁]/, "").replace(/^##/, "").replace(/<\/w>$/, "") || token;
 
 export function draw(panel, shown, page) {
   const models = choose(shown, page, (model) => model.abilities.includes("attention"));
@@ -181,7 +184,7 @@ function drawMatrix({ rowNames, columnNames, weights, offset }) {
 }
 
 // Queries on the left, keys on the right, a line for each weight; a token shows only its own.
-function drawArcs({ rowNames, columnNames, weights, offset }) {
+export function drawArcs({ rowNames, columnNames, weights, offset }) {
   const dy = 20;
   const rows = Math.max(rowNames.length, columnNames.length);
   const height = rows * dy + 10;

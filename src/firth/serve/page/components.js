@@ -142,16 +142,26 @@ export function ranges(numbers) {
   return parts.map(([a, b]) => (a === b ? `${a}` : `${a}–${b}`)).join(", ");
 }
 
-// Replace what a box shows by the result of a promise; an error becomes a line in it.
+const latest = new WeakMap(); // box -> the last `make` that was begun for it
+
+// Replace what a box shows by the result of a promise; an error becomes a line in it. Returns whether no later call has
+// taken the box over: then the result of this one is not shown.
 export async function show(box, make) {
+  latest.set(box, make);
   box.classList.add("busy");
+  box.setAttribute("aria-busy", "true");
+  let children = null;
   try {
-    const children = await make();
-    box.replaceChildren(...[children].flat(Infinity).filter(Boolean));
+    children = [await make()].flat(Infinity).filter(Boolean);
   } catch (error) {
-    if (error?.name === "AbortError") return;
-    box.replaceChildren(el("p", { class: "error", role: "alert", text: error.message }));
-    if (!(error?.constructor?.name === "ApiError")) console.error(error);
+    if (error?.name !== "AbortError") {
+      children = [el("p", { class: "error", role: "alert", text: error.message })];
+      if (!(error?.constructor?.name === "ApiError")) console.error(error);
+    }
   }
+  if (latest.get(box) !== make) return false;
+  if (children) box.replaceChildren(...children);
   box.classList.remove("busy");
+  box.removeAttribute("aria-busy");
+  return true;
 }

@@ -3,6 +3,7 @@
 import { post } from "/page/api.js";
 import { bars, button, card, field, show, textArea } from "/page/components.js";
 import { choose, debounce, el, percent, say } from "/page/dom.js";
+import { keepFields } from "/page/keep.js";
 
 export const name = "fill";
 export const title = "Fill";
@@ -10,6 +11,7 @@ export const title = "Fill";
 const BLANK = /\[MASK\]|<mask>|___+/;
 const state = { text: "The ___ is near the river.", changed: "", word: -1 };
 const SHOWN = 8;
+keepFields("fill", state);
 
 export function draw(panel, shown, page) {
   const models = choose(shown, page, (model) => model.abilities.includes("fill"));

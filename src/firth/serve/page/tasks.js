@@ -1,8 +1,11 @@
-// Tasks: what a checkpoint was fine-tuned for. Classes with salience, tags as spans, answers in their context, texts.
+// Tasks: what a checkpoint was fine-tuned for. Classes with salience, tags as spans, answers in their context, texts with
+// what each new token attends to.
 
 import { post } from "/page/api.js";
-import { bars, button, card, chip, legend, show, table, textArea } from "/page/components.js";
+import { clean, drawArcs } from "/page/attention.js";
+import { bars, button, card, chip, legend, show, slider, table, textArea } from "/page/components.js";
 import { choose, el, percent } from "/page/dom.js";
+import { keepMap } from "/page/keep.js";
 
 export const name = "tasks";
 export const title = "Tasks";
@@ -22,6 +25,8 @@ const EXAMPLES = {
 };
 const LABELS = { pair: ["First text", "Second text"], "span-qa": ["Question", "Context"], choice: ["Context", "Choices, one on each line"], embed: ["First text", "Second text"], regress: ["Text", "Second text (if the task compares two)"] };
 const given = new Map(); // model id and task -> inputs
+keepMap("inputs", given);
+const MAX_ATTENDED = 48; // tokens of a text, and of its translation
 const SALIENT = ["classify", "pair", "regress"];
 
 export function draw(panel, shown, page) {
@@ -107,8 +112,35 @@ async function answer(model, task, input) {
 }
 
 async function write(model, task, input) {
-  const { results: [found] } = await post("/generate", { model: model.id, prompt: input.text }, `task-${model.id}-${task}`);
-  return [el("div", { class: "passage", text: found.new }), el("p", { class: "note", text: "Attention shows which words of the text each new word reads: put this text in as what the decoder reads." })];
+  const channel = `task-${model.id}-${task}`;
+  const { results: [found] } = await post("/generate", { model: model.id, prompt: input.text }, channel);
+  const attended = el("div");
+  if (model.architecture === "encoder-decoder" && model.abilities.includes("attention") && found.tokens.length) {
+    show(attended, () => drawCrossAttention(model, input, found, channel));
+  }
+  return [el("div", { class: "passage", text: found.new }), attended];
+}
+
+// Which tokens of the source each new token attends to: the mean over the heads of a layer. The decoder writes token i
+// when it has read those before it, so the weights of token i are in row i, which starts with the start token.
+async function drawCrossAttention(model, input, found, channel) {
+  const window = [0, MAX_ATTENDED];
+  const answer = await post("/attention", { model: model.id, text: input.text, is_prompt: true, new_tokens: found.tokens, queries: window, keys: window }, `${channel}-attention`);
+  const layers = answer.weights.cross;
+  const names = { rowNames: answer.target_tokens.slice(1, MAX_ATTENDED + 1).map(clean), columnNames: answer.tokens.slice(...window).map(clean), offset: [0, 0] };
+  const means = layers.map((heads) => names.rowNames.map((_, i) => heads[0][i].map((_, j) => heads.reduce((sum, head) => sum + head[i][j], 0) / heads.length)));
+  const picture = el("div");
+  const drawLayer = (layer) => {
+    input.layer = layer;
+    picture.replaceChildren(drawArcs({ ...names, weights: means[layer] }));
+  };
+  drawLayer(Math.min(input.layer ?? layers.length - 1, layers.length - 1));
+  return [
+    el("h3", { text: "What each new token attends to" }),
+    el("p", { class: "note", text: `Cross-attention, the mean of ${layers[0].length} heads. New tokens are on the left, the text with its special tokens on the right.` }),
+    layers.length > 1 ? slider("layer of the decoder", { min: 0, max: layers.length - 1, step: 1, value: input.layer, onInput: drawLayer }) : null,
+    picture,
+  ];
 }
 
 async function compare(model, task, input) {

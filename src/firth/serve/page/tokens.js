@@ -3,6 +3,7 @@
 import { post } from "/page/api.js";
 import { button, card, chip, choice, facts, legend, maskFigure, show, slider, table, textArea } from "/page/components.js";
 import { debounce, el } from "/page/dom.js";
+import { keepFields } from "/page/keep.js";
 
 export const name = "tokens";
 export const title = "Tokens";
@@ -11,6 +12,7 @@ const state = {
   text: "The bat flew over the harbour. A bat and a ball cost 1.10 pounds.\n\nThe unbelievable garden is near the river.",
   rate: 0, draw: 0, model: "", kind: "all",
 };
+keepFields("tokens", state);
 
 export function draw(panel, shown) {
   const boxes = shown.map((model) => ({ model, box: el("div") }));

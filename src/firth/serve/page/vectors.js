@@ -3,6 +3,7 @@
 import { post } from "/page/api.js";
 import { bars, card, field, show, slider, textArea } from "/page/components.js";
 import { debounce, el, percent, roomFor, svg } from "/page/dom.js";
+import { keepFields, keepMap } from "/page/keep.js";
 
 export const name = "vectors";
 export const title = "Vectors";
@@ -12,6 +13,8 @@ const state = {
   words: "bat, ball, bird, player, animal, game",
 };
 const layers = new Map(); // model id -> layer
+keepFields("vectors", state);
+keepMap("layers", layers);
 const COLOURS = ["--c0", "--c1", "--c2", "--c3", "--c4", "--c5"];
 
 export function draw(panel, shown) {

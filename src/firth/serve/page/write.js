@@ -3,6 +3,7 @@
 import { isAbort, post, stop, stream } from "/page/api.js";
 import { bars, button, card, show, slider, textArea } from "/page/components.js";
 import { choose, debounce, el, percent, say, svg } from "/page/dom.js";
+import { keep, keepFields } from "/page/keep.js";
 
 export const name = "write";
 export const title = "Write";
@@ -11,7 +12,10 @@ const TEMPERATURES = Array.from({ length: 30 }, (_, i) => Math.round((i + 1) * 5
 const TOP = 200; // tokens that are fetched
 const SHOWN = 14; // bars
 const settings = { prompt: "The", temperature: 1, topK: 0, topP: 1, newTokens: 40, beams: 3, beamTokens: 6 };
-const columns = new Map(); // model id -> {context, ids, texts}
+const columns = new Map(); // model id -> {context, ids, texts, found}
+keepFields("write", settings);
+keep("columns", () => [...columns].map(([id, { context, ids, texts }]) => [id, { context, ids, texts, found: null }]),
+  (entries) => entries.forEach(([id, column]) => columns.set(id, column)));
 
 // The distribution after temperature, top-k and top-p, in this order; exact, because `rest` has what is not listed.
 export function warp(tokens, restLogsumexp, numRest, { temperature, topK, topP }) {
@@ -71,13 +75,14 @@ export function draw(panel, shown, state) {
     models.length ? el("div", { class: "columns" }, views.map((view) => view.box)) : el("p", { text: "None of these models can write. An encoder fills blanks: see Fill." }),
   );
   views.forEach((view) => view.fetch());
-  return () => views.forEach((view) => view.stop());
+  return () => views.forEach((view) => view.close());
 }
 
 class Column {
   constructor(model) {
     this.model = model;
     this.state = columnOf(model);
+    this.turn = 0; // counts restarts: what an earlier turn streams is dropped
     this.text = el("div", { class: "passage", role: "log", "aria-label": `Text of ${model.id}` });
     this.bars = el("div");
     this.tree = el("div");
@@ -96,17 +101,27 @@ class Column {
   }
 
   restart() {
-    Object.assign(this.state, { context: settings.prompt, ids: [], texts: [], found: null });
+    this.stop();
+    this.turn++;
+    Object.assign(this.state, { context: settings.prompt, ids: [], texts: [] });
     this.tree.replaceChildren();
     this.drawText();
     this.fetch();
   }
 
+  // Until the answer is there the bars are those of an earlier text: they can be neither clicked nor drawn anew.
   fetch() {
-    show(this.bars, async () => {
+    this.state.found = null;
+    this.bars.inert = true;
+    const hadFocus = this.bars.contains(document.activeElement);
+    this.ready = show(this.bars, async () => {
       const body = { model: this.model.id, prompt: this.state.context, new_tokens: this.state.ids, top: TOP, temperatures: TEMPERATURES };
       this.state.found = await post("/next", body, `next-${this.model.id}`);
       return this.makeBars();
+    }).then((isLast) => {
+      if (!isLast) return;
+      this.bars.inert = false;
+      if (hadFocus) this.bars.querySelector("button")?.focus(); // who takes tokens by the keyboard goes on
     });
   }
 
@@ -138,7 +153,6 @@ class Column {
     if (this.state.ids.length === 1 && !continues(this.model)) this.state.texts[0].text = token.text.trimStart();
     this.drawText();
     this.fetch();
-    this.text.focus();
   }
 
   drawToken() {
@@ -151,7 +165,9 @@ class Column {
   }
 
   async write() {
-    const { model, state } = this;
+    const { model, state, turn } = this;
+    await this.ready; // for the length of the text
+    if (turn !== this.turn) return;
     if (continues(model)) state.context += state.texts.map((token) => token.text).join("");
     Object.assign(state, { ids: [], texts: [] });
     const sampling = { temperature: settings.temperature, ...(settings.topK ? { top_k: settings.topK } : {}), ...(settings.topP < 1 ? { top_p: settings.topP } : {}) };
@@ -160,6 +176,7 @@ class Column {
     let text = "";
     try {
       await stream("/generate", body, `write-${model.id}`, (event) => {
+        if (turn !== this.turn) return;
         text += event.text;
         if (event.tokens) state.ids = event.tokens;
         this.drawText(text);
@@ -168,6 +185,7 @@ class Column {
       if (!isAbort(error)) this.bars.replaceChildren(el("p", { class: "error", role: "alert", text: error.message }));
       if (!isAbort(error)) return;
     }
+    if (turn !== this.turn) return;
     if (!state.ids.length && continues(model)) state.context += text;
     else state.texts = [{ text }];
     this.drawText();
@@ -176,8 +194,12 @@ class Column {
 
   stop() {
     stop(`write-${this.model.id}`);
-    stop(`next-${this.model.id}`);
     stop(`beams-${this.model.id}`);
+  }
+
+  close() {
+    this.stop();
+    stop(`next-${this.model.id}`);
   }
 
   search() {

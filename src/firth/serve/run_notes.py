@@ -1,0 +1,162 @@
+"""The doctor's notes on runs (`firth doctor`), examined in the background and kept until the log changes.
+
+The doctor counts n-grams and makes batches again: seconds of computing, for a run that may need every core itself. So
+one run at a time is examined, by a process of its own with Linux's idle priority: it computes when nothing else does,
+and neither the run nor the event loop of the server waits for it. A run that trains is examined again when its log has
+grown, at most a twentieth of the time. However many people watch, a log is examined once.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from firth.core.errors import UserError
+from firth.core.parse import parse_json
+from firth.serve.runs import LOG_FILE, RECIPE_FILE, RESULTS_FILE, WatchedRun
+
+PAUSE_FACTOR = 20.0  # times the last examination, before a running run is examined again
+MIN_PAUSE_S = 60.0
+MAX_EXAMINATION_S = 3600.0  # an idle process may wait long for its turn
+MAX_WAITING = 20  # runs that wait to be examined
+
+Stamp = tuple[Any, ...]
+
+
+@dataclass
+class Notes:
+    """What is known about one run."""
+
+    number: int = 0  # of examinations
+    stamp: Stamp = ()  # the files that were examined
+    diagnosis: dict[str, Any] = field(default_factory=dict)
+    error: str = ""
+    is_waiting: bool = False
+    ended: float = 0.0
+    seconds: float = 0.0
+
+
+class RunNotes:
+    """The notes of all runs, by folder. `examine` returns what `firth doctor --json` prints."""
+
+    def __init__(self, examine: Callable[[Path, Callable[[Any], None]], dict[str, Any]] | None = None) -> None:
+        self.examine = examine or examine_at_idle_priority
+        self.lock = threading.Lock()
+        self.known: dict[Path, Notes] = {}
+        self.worker = ThreadPoolExecutor(1, "firth-doctor")
+        self.process: subprocess.Popen[str] | None = None
+        self.is_stopped = False
+
+    def number(self, folder: Path) -> int:
+        """Return how often a run was examined, 0 for never."""
+        return self.known[folder].number if folder in self.known else 0
+
+    def read(self, run: WatchedRun) -> dict[str, Any]:
+        """Return the notes of a run at once, and let it be examined if its files have changed."""
+        stamp, is_running = files_stamp(run.home), run.summary is not None and run.summary.state == "running"
+        with self.lock:
+            notes = self.known.setdefault(run.home, Notes())
+            pause = max(MIN_PAUSE_S, PAUSE_FACTOR * notes.seconds) if is_running and notes.number else 0.0
+            num_waiting = sum(other.is_waiting for other in self.known.values())
+            is_due = notes.stamp != stamp and time.monotonic() >= notes.ended + pause
+            if is_due and not notes.is_waiting and num_waiting < MAX_WAITING and not self.is_stopped:
+                notes.is_waiting = True
+                self.worker.submit(self.update, run.home, stamp)
+            state = "examining" if notes.is_waiting else "failed" if notes.error else "examined"
+            return {"number": notes.number, "state": state, "error": notes.error, **describe(notes.diagnosis)}
+
+    def update(self, folder: Path, stamp: Stamp) -> None:
+        """Examine a run, in the doctor's thread."""
+        began, found, error = time.monotonic(), dict[str, Any](), ""
+        try:
+            found = self.examine(folder, self.hold)
+        except UserError as e:
+            error = str(e)
+        except Exception as e:
+            error = f"The doctor could not examine this run ({type(e).__name__})."
+        with self.lock:
+            self.process = None
+            now = time.monotonic()
+            number = self.known[folder].number + 1
+            self.known[folder] = Notes(number, stamp, found, error, ended=now, seconds=now - began)
+
+    def hold(self, process: subprocess.Popen[str]) -> None:
+        """Note the process of an examination, which ends with the server."""
+        with self.lock:
+            self.process = process
+            if self.is_stopped:
+                process.kill()
+
+    def stop(self) -> None:
+        with self.lock:
+            self.is_stopped = True
+            if self.process is not None:
+                self.process.kill()
+        self.worker.shutdown(wait=False, cancel_futures=True)
+
+
+def describe(diagnosis: dict[str, Any]) -> dict[str, Any]:
+    names = ("findings", "references", "rules", "not_examined")
+    return {name: diagnosis.get(name, {} if name == "references" else 0 if name == "rules" else []) for name in names}
+
+
+def files_stamp(folder: Path) -> Stamp:
+    """Return what changes when a run has something new: sizes and times of its logs, recipe and results."""
+    files = [folder / name for name in (LOG_FILE, RECIPE_FILE, RESULTS_FILE)] + sorted(
+        folder.glob(f"seed-*/{LOG_FILE}")
+    )
+    found = []
+    for file in files:
+        try:
+            facts = file.stat()
+        except OSError:
+            continue
+        found.append((file.name, facts.st_ino, facts.st_size, facts.st_mtime_ns if file.name != LOG_FILE else 0))
+    return tuple(found)
+
+
+def examine_at_idle_priority(folder: Path, hold: Callable[[Any], None]) -> dict[str, Any]:
+    """Run `firth doctor` in a process that computes when nothing else does; return what it prints."""
+    command = [sys.executable, "-m", "firth", "doctor", "--json", "--", str(folder)]
+    process = subprocess.Popen(
+        command,
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+    )
+    lower_priority(process.pid)
+    hold(process)
+    try:
+        printed, said = process.communicate(timeout=MAX_EXAMINATION_S)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        process.communicate()
+        raise UserError("The doctor had no time to examine this run: the machine is busy.") from None
+    if process.returncode not in (0, 1):  # 1: it has found something
+        lines = [line for line in said.splitlines() if line.strip()]
+        raise UserError(lines[-1] if lines else "The doctor could not examine this run.")
+    found = parse_json(printed, "the doctor's answer")
+    if not isinstance(found, dict):
+        raise UserError("The doctor could not examine this run.")
+    return found
+
+
+def lower_priority(pid: int) -> None:
+    """Let a process compute when nothing else does; threads that it starts later inherit this."""
+    try:
+        os.sched_setscheduler(pid, os.SCHED_IDLE, os.sched_param(0))
+    except (AttributeError, OSError):  # not Linux, or not allowed
+        try:
+            os.setpriority(os.PRIO_PROCESS, pid, 19)
+        except OSError:
+            return
