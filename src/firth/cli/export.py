@@ -19,6 +19,7 @@ EXPORT_EXAMPLES = """
 firth export run/final --check                 # compare logits, write nothing
 firth export run/final --output-dir hf --check
 firth export run/final --output-dir web --format onnx --quantize int8 --check
+firth export run/final --output-dir gguf --format gguf --dtype q8_0
 firth export words/final --output-dir vectors --format word2vec
 """
 
@@ -29,14 +30,15 @@ class ExportOptions(OutputOptions):
     output_dir: str | None = option(None, "Write to this folder; not needed with --check.", "FOLDER", required=True)
     format: str = option(
         "huggingface",
-        "Write huggingface, onnx, word2vec, glove or firth. onnx is for onnxruntime and browsers; word2vec and glove "
-        "are word vectors as gensim reads them, firth is a checkpoint of word vectors for finetune.",
+        "Write huggingface, onnx, gguf, word2vec, glove or firth. onnx is for onnxruntime and browsers, gguf for "
+        "llama.cpp and Ollama; word2vec and glove are word vectors as gensim reads them, firth is a checkpoint of word "
+        "vectors for finetune.",
         "NAME",
     )
     check: bool = option(
         False,
-        "Run the export in transformers or onnxruntime and compare the logits. transformers must also make the same "
-        "token ids of texts in 25 scripts.",
+        "Run the export in transformers, onnxruntime or llama.cpp and compare the logits; the first and the last also "
+        "by the token ids of texts in 25 scripts.",
     )
     quantize: str = option(
         "", "With onnx: also write int8 graphs, a quarter of the size, and report how far outputs move.", "int8"
@@ -44,6 +46,7 @@ class ExportOptions(OutputOptions):
     data: str | None = option(
         None, "With onnx: score the graphs of a task's head on this labelled file; with --quantize both.", "FILE"
     )
+    dtype: str = option("", "With gguf: store matrices as f32, f16 or q8_0. Default: f16.", "NAME")
     task: str = option("", "Export one of several tasks with heads, as a model for this task alone.", "NAME")
 
 
@@ -62,3 +65,6 @@ def report_export(result: Mapping[str, Any], as_json: bool) -> None:
     if "max_difference" in result and not as_json:
         ids = " All texts have the same token ids." if "differing_texts" in result else ""
         say(f"The logits of both differ by {result['max_difference']:.1g} at most, which is rounding.{ids}")
+    if texts := result.get("other_token_ids"):
+        count = format_count(len(texts), "odd text")
+        say(f"note: {other} makes other token ids of {count}; the first: {quote(texts[0])}.")

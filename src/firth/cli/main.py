@@ -716,7 +716,7 @@ command(PushOptions, examples=PUSH_EXAMPLES)(push)
 
 @command(ExportOptions, examples=EXPORT_EXAMPLES)
 def export(json: bool, **options: Any) -> None:
-    """Export a checkpoint as a Hugging Face folder, as ONNX, or its word vectors."""
+    """Export a checkpoint as a Hugging Face folder, as ONNX, as GGUF, or its word vectors."""
     from firth import api
 
     report_export(api.export(**options), json)

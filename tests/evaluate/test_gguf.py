@@ -1,0 +1,165 @@
+"""GGUF: other programs read the same weights, logits and token ids; what llama.cpp lacks is refused by name."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from firth import api
+from firth.core.errors import UserError
+from firth.evaluate.gguf_check import TOLERANCES
+from firth.evaluate.gguf_export import write_gguf_folder
+from firth.evaluate.gguf_layout import find_architecture
+from firth.evaluate.gguf_writer import quantize_q8_0
+from firth.evaluate.token_check import ODD_TEXTS, SCRIPT_TEXTS
+from firth.models import Model, ModelConfig, make_model
+from firth.models import presets as p
+from firth.models.config import LearnedPosition, LMHead, RopeScaling, Rotary, SlidingWindow, T5Bias
+from firth.models.task_heads import head_for_task
+from firth.tokens import Tokenizer, train_tokenizer
+
+gguf = pytest.importorskip("gguf")
+
+FAMILIES: dict[str, tuple[str, Callable[[int], ModelConfig]]] = {
+    "llama": ("byte-bpe", lambda v: p.llama(2, 64, 4, 96, v, num_kv_heads=2, position=Rotary(length=128))),
+    "llama3": (
+        "llama3",
+        lambda v: p.llama(
+            2, 64, 4, 96, v + 3, head=LMHead(), position=Rotary(500000.0, 256, RopeScaling(8.0, 1.0, 4.0, 32))
+        ),
+    ),
+    "gpt2": ("byte-bpe", lambda v: p.gpt2(2, 64, 4, v, position=LearnedPosition(64))),
+    "bert": ("wordpiece", lambda v: p.bert(2, 64, 4, v, position=LearnedPosition(64))),
+    "roberta": ("byte-bpe", lambda v: p.roberta(2, 64, 4, v, position=LearnedPosition(66, 2))),
+    "modern-bert": ("byte-bpe", lambda v: p.modernbert(4, 64, 4, 96, v, window=SlidingWindow(8, 3))),
+    "t5": ("unigram", lambda v: p.t5(2, 64, 4, 96, v)),
+    "t5-gated": ("unigram", lambda v: p.t5_v1_1(2, 64, 4, 96, v)),
+}
+
+
+@pytest.fixture(scope="module")
+def own_tokenizers(tokenizers: dict[str, Tokenizer], corpus_file: Path) -> dict[str, Tokenizer]:
+    texts = corpus_file.read_text(encoding="utf-8").split("\n\n")
+    return {**tokenizers, "llama3": train_tokenizer(texts, "byte-bpe", 400, pattern="llama3")}
+
+
+def saved_model(family: str, own_tokenizers: dict[str, Tokenizer], folder: Path) -> Model:
+    kind, config = FAMILIES[family]
+    torch.manual_seed(0)
+    model = make_model(config(own_tokenizers[kind].vocab.size)).eval()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(torch.randn_like(parameter) * 0.1)
+    model.tokenizer = own_tokenizers[kind]
+    model.save(folder)
+    return model
+
+
+def read_entries(path: Path) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
+    reader = gguf.GGUFReader(path)
+    tensors = {t.name: gguf.quants.dequantize(t.data, t.tensor_type) for t in reader.tensors}
+    return {name: field.contents() for name, field in reader.fields.items()}, tensors
+
+
+@pytest.mark.parametrize("family", ["llama", "gpt2"])
+def test_transformers_reads_the_same_logits_and_ids(
+    family: str, own_tokenizers: dict[str, Tokenizer], tmp_path: Path
+) -> None:
+    transformers = pytest.importorskip("transformers")
+    model = saved_model(family, own_tokenizers, tmp_path / "saved")
+    made = api.export(tmp_path / "saved", tmp_path / "gguf", format="gguf", dtype="f32")
+    assert (made["file"], made["architecture"]) == ("model-f32.gguf", family)
+    own = {"pretrained_model_name_or_path": tmp_path / "gguf", "gguf_file": "model-f32.gguf"}
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(**own, dtype=torch.float32).eval()
+    ids = torch.randint(5, model.config.vocab_size, (2, 16))
+    with torch.no_grad():
+        torch.testing.assert_close(theirs(ids).logits, model(ids).logits, rtol=0, atol=2e-5)
+    assert model.tokenizer is not None
+    tokenizer = transformers.AutoTokenizer.from_pretrained(**own)
+    for text in (*SCRIPT_TEXTS, *ODD_TEXTS[2:4]):
+        assert tokenizer(text, add_special_tokens=False)["input_ids"] == model.tokenizer.encode(text), text
+    modelfile = (tmp_path / "gguf" / "Modelfile").read_text()
+    assert modelfile.startswith('FROM ./model-f32.gguf\nTEMPLATE """{{ .Prompt }}"""\nPARAMETER stop "<|endoftext|>"\n')
+
+
+@pytest.mark.parametrize("dtype", ["f16", "q8_0"])
+def test_the_reference_reader_reads_what_was_written(
+    dtype: str, own_tokenizers: dict[str, Tokenizer], tmp_path: Path
+) -> None:
+    model = saved_model("bert", own_tokenizers, tmp_path / "saved")
+    made = write_gguf_folder(tmp_path / "saved", tmp_path / "gguf", dtype)
+    entries, tensors = read_entries(tmp_path / "gguf" / made["file"])
+    assert entries["general.architecture"] == "bert"
+    assert entries["bert.attention.head_count"] == 4
+    assert entries["bert.attention.causal"] is False
+    assert entries["tokenizer.ggml.model"] == "bert"
+    assert entries["tokenizer.ggml.normalizer.lowercase"] is False
+    tokens = entries["tokenizer.ggml.tokens"]
+    assert model.tokenizer is not None
+    assert tokens[model.tokenizer.vocab.cls] == "[CLS]"
+    first, *rest = (tokens[i] for i in model.tokenizer.encode("unpronounceableword"))
+    assert first + "".join(rest) == "▁unpronounceableword"
+    assert rest
+    ours = model.stack.blocks[1].attention.out.weight.detach().numpy()  # type: ignore[union-attr, index]
+    limit = np.abs(ours).max() * {"f16": 1e-3, "q8_0": 1 / 250}[dtype]
+    assert np.abs(tensors["blk.1.attn_output.weight"] - ours).max() < limit
+    norm = model.stack.blocks[1].mlp_norm.weight.detach().numpy()  # type: ignore[union-attr, index]
+    np.testing.assert_array_equal(tensors["blk.1.layer_output_norm.weight"], norm)
+
+
+def test_q8_0_is_that_of_the_reference() -> None:
+    rng = np.random.default_rng(0)
+    x = rng.normal(size=(7, 96)).astype(np.float32)
+    x[0, :32], x[1, 0] = 0, 0.5 / 127
+    theirs = gguf.quants.quantize(x, gguf.GGMLQuantizationType.Q8_0)
+    assert quantize_q8_0(x) == theirs.tobytes()
+
+
+def test_settings_without_a_graph_are_refused_by_name() -> None:
+    llama, bert, t5 = p.llama(2, 16, 4, 32, 64), p.bert(2, 16, 2, 64), p.t5(2, 16, 2, 32, 64)
+    refused = {
+        r"no llama with model\.attention_gate=True": replace(llama, attention_gate=True),
+        r"no llama with model\.value_residual=True": replace(llama, value_residual=True),
+        r"no llama with model\.unet_skips=True": replace(llama, unet_skips=True),
+        r"no gpt2 with model\.norm_first=False": p.gpt(2, 16, 2, 64),
+        r"no llama with model\.prompt_form=prefix": replace(llama, prompt_form="prefix"),
+        r"no bert with model\.head=ClassificationHead": replace(bert, head=head_for_task(bert, "classify", ("a", "b"))),
+        r"no bert with model\.embed_dim=8": p.bert(2, 16, 2, 64, embed_dim=8),
+        r"model\.position=Disentangled": p.deberta(2, 16, 2, 64),
+        r"no t5 with model\.position\.max_distance=64": replace(t5, position=T5Bias(32, 64)),
+    }
+    for message, config in refused.items():
+        with pytest.raises(UserError, match=message):
+            find_architecture(config)
+
+
+def test_tokenizers_without_a_model_are_refused(corpus_file: Path, tmp_path: Path) -> None:
+    tokenizer = train_tokenizer(corpus_file.read_text(encoding="utf-8").split("\n\n"), "char", 200)
+    model = make_model(p.gpt2(1, 32, 2, tokenizer.vocab.size))
+    model.tokenizer = tokenizer
+    model.save(tmp_path / "saved")
+    with pytest.raises(UserError, match=r"llama\.cpp has no tokenizer of kind char"):
+        api.export(tmp_path / "saved", tmp_path / "gguf", format="gguf")
+    assert not (tmp_path / "gguf").exists()
+    with pytest.raises(UserError, match="--dtype is for --format gguf"):
+        api.export(tmp_path / "saved", tmp_path / "gguf", format="onnx", dtype="f16")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", FAMILIES)
+def test_llama_cpp_computes_the_same(family: str, own_tokenizers: dict[str, Tokenizer], tmp_path: Path) -> None:
+    pytest.importorskip("llama_cpp")
+    model = saved_model(family, own_tokenizers, tmp_path / "saved")
+    for dtype in TOLERANCES:
+        made = api.export(tmp_path / "saved", tmp_path / dtype, check=True, format="gguf", dtype=dtype)
+        assert made["max_difference"] < made["tolerance"] == TOLERANCES[dtype]
+    assert model.tokenizer is not None
+    differing = {"byte-bpe": [], "unigram": ["  two  spaces   three "]}.get(model.tokenizer.kind)
+    if differing is not None:
+        assert [text for text in made["other_token_ids"] if text not in differing] == []
