@@ -32,7 +32,6 @@ from firth.text import read_labelled
 from firth.tokens import train_tokenizer
 
 PIPELINES = {"classify": "text-classification", "tag": "token-classification"}
-BATCH_SIZE = 32  # of Firth: the default
 
 
 class Result(NamedTuple):
@@ -85,7 +84,7 @@ def agreement(task: str, ours: Sequence[Any], others: Sequence[Any]) -> float:
 
 def measure(task: str, texts: Sequence[str], folder: Path, batch_sizes: Sequence[int], repeats: int) -> list[Result]:
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    predictor = Predictor(folder, batch_size=BATCH_SIZE)
+    predictor = Predictor(folder)
     dtypes = [torch.float32, torch.bfloat16] if device == "cuda" else [torch.float32]
     sides: dict[str, Callable[[], Any]] = {"firth": lambda: predictor.predict(texts)}
     for dtype in dtypes:

@@ -377,7 +377,7 @@ def predict(
     task: str | None = None,
     columns: dict[str, str] | None = None,
     encoding: str = "utf-8",
-    batch_size: int = 32,
+    batch_size: int | None = None,
 ) -> None:
     """Ask a fine-tuned checkpoint: labels, scores, entities, answers, texts or vectors for new inputs.
 

@@ -869,7 +869,9 @@ class PredictOptions(JsonOptions):
         None, "Rename columns, as text=body,question=q.", "A=B", parse=parse_columns
     )
     encoding: str = option("utf-8", "Set the encoding of --data.")
-    batch_size: int = option(32, "Compute this many inputs together.", bounds={"ge": 1})
+    batch_size: int | None = option(
+        None, "Compute this many inputs together; 32 on a CPU, 256 on a GPU.", bounds={"ge": 1}
+    )
 
 
 @dataclass(kw_only=True)

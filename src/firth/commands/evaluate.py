@@ -86,7 +86,7 @@ def predict(
     checkpoint: str | Path | Model,
     inputs: str | Mapping[str, Any] | Iterable[PredictInput],
     task: str | None = None,
-    batch_size: int = 32,
+    batch_size: int | None = None,
 ) -> Any:
     """Ask a fine-tuned checkpoint: labels, scores, spans, answers, texts or vectors for new inputs.
 

@@ -36,6 +36,7 @@ from firth.tasks.span_qa import split_context_windows
 from firth.text import Example
 from firth.train import TrainingConfig, choose_compute
 
+BATCH_SIZES = {"cpu": 32, "cuda": 256}  # on a GPU, launching the kernels of a small batch takes longer than its work
 CHUNK_BATCHES = 32  # batches of a file that are sorted by length together
 SCORE_DIGITS = 6
 
@@ -43,21 +44,22 @@ SCORE_DIGITS = 6
 class Predictor:
     """A fine-tuned checkpoint, loaded once, that predicts for new inputs.
 
-    `task` selects one of several tasks of a checkpoint. `batch_size` inputs are computed together. `metadata` is the
-    content of task.json, for a model that is already loaded.
+    `task` selects one of several tasks of a checkpoint. `batch_size` inputs are computed together (32 on a CPU, 256
+    on a GPU). `metadata` is the content of task.json, for a model that is already loaded.
     """
 
     def __init__(
         self,
         checkpoint: str | Path | Model,
         task: str = "",
-        batch_size: int = 32,
+        batch_size: int | None = None,
         metadata: Mapping[str, Any] | None = None,
     ) -> None:
         model, self.task, self.facts = load_finetuned(checkpoint, task, metadata)
         self.reader = InputReader(self.task.name, *self.text_counts())
         self.compute = choose_compute(TrainingConfig(compile=False))  # a few batches do not repay a compilation
-        self.model, self.batch_size, self.num_windowed_texts = model.to(self.compute.device), batch_size, 0
+        self.batch_size = batch_size or BATCH_SIZES.get(self.compute.device.type, BATCH_SIZES["cpu"])
+        self.model, self.num_windowed_texts = model.to(self.compute.device), 0
 
     def text_counts(self) -> tuple[int, int]:
         """Return the smallest and the largest number of texts of an input."""
