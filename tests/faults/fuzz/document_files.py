@@ -66,7 +66,7 @@ Content-Type: multipart/alternative; boundary="b"
 Content-Type: text/plain; charset=utf-8; format=flowed
 Content-Transfer-Encoding: quoted-printable
 
-caf=C3=A9 {PROSE}
+caf=C3=A9 {PROSE.strip()}
 On 5 Mar 2024, B <b@example.org> wrote:
 > {PROSE}
 --b

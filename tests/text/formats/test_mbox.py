@@ -91,6 +91,8 @@ def test_bodies() -> None:
     assert join_flowed("a \nb", remove_space=True) == "ab"
     assert html_to_text("a&nbsp;b<br>c<script>x</script>") == "a b\nc"
     assert remove_quoted("text\n-----Original Message-----\nFrom: x") == "text"
+    assert remove_quoted("Yes, I agree\nOn 5 Mar 2024, B <b@a.org> wrote:\n> old") == "Yes, I agree"
+    assert remove_quoted("Since 2023.\nAm 05.03.2024 um 10:01\nschrieb B:\n> alt\nneu") == "Since 2023.\nneu"
     assert remove_quoted("Three things:\n> old") == "Three things:"  # no name and no date: it is the writer's line
 
 

@@ -29,7 +29,9 @@ FROM_LINE = re.compile(rb"From \S+.{0,200}\d{4}")
 QUOTED_FROM = re.compile(rb"^>(>*From )", re.MULTILINE)
 QUOTED_LINE = re.compile(r"\s*(?:>|\|(?=\s))")
 # The line above a quoted text ends with a colon and has a date or an address: "On 3 May 2024, Ada <ada@a.org> wrote:".
-ATTRIBUTION = re.compile(r"(?=.*(?:\d|@)).*:\s*$")
+DATE_OR_ADDRESS = re.compile(r"@|\b(?:19|20)\d\d\b|\d:\d\d|\b\d{1,2}[./]\d{1,2}[./]")
+WRAPPED_ATTRIBUTION = re.compile(rf"(?:{DATE_OR_ADDRESS.pattern}).*[^.!?:\s]\s*$")
+MAX_ATTRIBUTION_CHARS = 250
 MAX_ATTRIBUTION_LINES = 3
 ORIGINAL_MESSAGE = re.compile(
     r"\s*-{3,}\s*(?:Original Message|Forwarded message|Urspr|Message d'origine)", re.IGNORECASE
@@ -203,14 +205,18 @@ def remove_quoted(text: str) -> str:
 
 
 def remove_attribution(lines: list[str]) -> None:
-    """Remove a last paragraph like `On 3 May 2024, Ada <ada@a.org> wrote:`, of up to three lines."""
+    """Remove a last line like `On 3 May 2024, Ada <ada@a.org> wrote:`, which mail programs wrap to up to three lines.
+
+    A line above belongs to it if it has a date or an address and does not end a sentence.
+    """
     end = len(lines)
     while end and not lines[end - 1].strip():
         end -= 1
-    start = end
-    while start and lines[start - 1].strip() and end - start <= MAX_ATTRIBUTION_LINES:
+    start = end - 1
+    while start > 0 and end - start < MAX_ATTRIBUTION_LINES and WRAPPED_ATTRIBUTION.search(lines[start - 1]):
         start -= 1
-    if 0 < end - start <= MAX_ATTRIBUTION_LINES and ATTRIBUTION.match(" ".join(lines[start:end])):
+    attribution = " ".join(lines[max(start, 0) : end]).strip()
+    if len(attribution) <= MAX_ATTRIBUTION_CHARS and attribution.endswith(":") and DATE_OR_ADDRESS.search(attribution):
         del lines[start:]
 
 
