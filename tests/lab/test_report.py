@@ -21,7 +21,7 @@ EVALS = [(2, 7.5), (3, 6.5)]
 class Reader(HTMLParser):
     """A parsed page: its tags with their attributes, and the text of each tag."""
 
-    VOID = frozenset({"meta", "br", "hr", "img"})
+    VOID = frozenset({"meta", "br", "hr", "img", "input"})
 
     def __init__(self, html: str) -> None:
         super().__init__()

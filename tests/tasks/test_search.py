@@ -301,7 +301,7 @@ def test_a_run_end_to_end(
     assert len(saved["search"]["trials"]) == 7
     assert all(trial["score"] is not None for trial in search["trials"] if trial["rung"] == 1)
     page = (tmp_path / "run" / "search.html").read_text(encoding="utf-8")
-    assert page.count("<svg") == 3
+    assert page.count('<svg class="chart') == 4, "two rungs, the settings and the finalists"
     for words in ("search has never read dev", "and so too good on average", "learning rate", "rung reached", "on dev"):
         assert words in page
     assert "search.html shows what was tried" in (tmp_path / "run" / "report.html").read_text(encoding="utf-8")

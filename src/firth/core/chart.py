@@ -29,6 +29,7 @@ MAX_PLOT_POINTS = 500  # points per line; longer ones are averaged
 MAX_MARKS = 160  # marks of a line chart, and rows of its table
 MAX_TICKS = 7
 PLOT_HEIGHT = 250  # pixels
+MIN_PLOT_WIDTH, CHAR_WIDTH, TICK_GAP = 240, 6.5, 6  # pixels: a plot on a phone, a digit, and between texts of ticks
 ROW_HEIGHT, GROUP_HEIGHT = 40, 26  # pixels of a bar with its name above it, and of the name of a group
 PATH_UNITS = 1000
 PADDING = 0.05  # of a range, above and below its values
@@ -228,9 +229,23 @@ def colour_class(colour: int | None) -> str:
     return "ink" if colour is None else f"c{colour % NUM_COLOURS}"
 
 
+def thin_ticks(ticks: Sequence[tuple[float, str]]) -> Sequence[tuple[float, str]]:
+    """Leave out every second tick until the texts have room side by side in the narrowest plot.
+
+    >>> thin_ticks([(0.0, "1,000"), (0.1, "1,100"), (0.2, "1,200"), (0.3, "1,300")])
+    [(0.0, '1,000'), (0.2, '1,200')]
+    """
+    if all(
+        (b - a) * MIN_PLOT_WIDTH >= CHAR_WIDTH * (len(left) + len(right)) / 2 + TICK_GAP
+        for (a, left), (b, right) in pairwise(ticks)
+    ):
+        return ticks
+    return thin_ticks(ticks[::2])
+
+
 def draw_x_axis(scale: Scale, height: float) -> list[Markup]:
     parts = [element("line", {"class": "axis", "x2": "100%", "y1": height, "y2": height})]
-    for share, text in scale.ticks(about=6):
+    for share, text in thin_ticks(scale.ticks(about=6)):
         x = percent(share)
         parts.append(element("line", {"class": "axis", "x1": x, "x2": x, "y1": height, "y2": height + 4}))
         parts.append(element("text", {"class": "tick", "x": x, "y": height + 17, "text-anchor": "middle"}, text))
@@ -561,14 +576,15 @@ def parallel_chart(axes: Sequence[ParallelAxis], names: Sequence[str], colours: 
         for k, line in enumerate([words[0], " ".join(words[1:])]):
             place = {"x": percent(x), "y": height + 18 + 15 * k, "text-anchor": "middle"}
             parts.append(element("text", {"class": "name", **place}, line))
+    lines = []
     for i, (name, colour) in enumerate(zip(names, colours, strict=True)):
         points = [(margin + k / len(axes), column[i]) for k, column in enumerate(columns)]
         title = " · ".join([name, *(f"{axis.name} {axis.texts[i]}" for axis in axes)])
         shape = draw_path(points, f"line {colour_class(colour)}{' faint' if colour == 0 else ' strong'}")
-        parts.append(element("g", {"class": "mark"}, element("title", {}, title), draw_path(points, "line hit"), shape))
+        lines.append(element("g", {"class": "mark"}, element("title", {}, title), draw_path(points, "line hit"), shape))
     rows = [[name, *(axis.texts[i] for axis in axes)] for i, name in enumerate(names)]
     table = ["", *(axis.name for axis in axes)]
-    return Chart(join(parts), height, ", ".join(axis.name for axis in axes), [], table, rows, "rows")
+    return Chart(join([*lines, *parts]), height, ", ".join(axis.name for axis in axes), [], table, rows, "rows")
 
 
 def mask_chart(path: str, rows: int, columns: int, x: Axis, y: Axis, titles: Sequence[str], size: int = 150) -> Chart:
@@ -583,7 +599,7 @@ def mask_chart(path: str, rows: int, columns: int, x: Axis, y: Axis, titles: Seq
     )
     parts = [element("rect", {"class": "frame", "width": "100%", "height": "100%"}), cells]
     for share, text in y_scale.ticks() if height > 40 else y_scale.ticks()[:1]:
-        place = {"x": -6, "y": percent(share), "dy": 10 if share == 0 else 4, "text-anchor": "end"}
+        place = {"x": -6, "y": percent(share), "dy": 4, "text-anchor": "end"}
         parts.append(element("text", {"class": "tick", **place}, text))
     name = {"class": "name", "x": -height / 2, "y": -34, "text-anchor": "middle", "transform": "rotate(-90)"}
     if height > 60:

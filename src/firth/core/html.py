@@ -242,5 +242,5 @@ def format_cell(value: object) -> str:
 
 def _is_numeric(cells: Sequence[str]) -> bool:
     """Whether every non-empty cell starts with a number."""
-    filled = [cell for cell in cells if cell != "–"]
+    filled = [cell for cell in cells if cell not in ("", "–")]
     return bool(filled) and all(re.match(r"[-+−±]?(\d|\.\d|inf|nan)", cell) for cell in filled)

@@ -83,7 +83,9 @@ def attention_chart(mask_view: AttentionMaskView) -> Chart:
 
 
 def position_ticks(num_positions: int, size: int) -> list[tuple[float, str]]:
-    return [(tick / size, f"{tick:,.0f}") for tick in nice_ticks(0, num_positions, 3)]
+    """Return ticks in the middle of their cells."""
+    whole = [tick for tick in nice_ticks(0, max(num_positions - 1, 1), 3) if tick == int(tick) and tick < num_positions]
+    return [((int(tick) // size) + 0.5, f"{tick:,.0f}") for tick in whole]
 
 
 def format_positions(start: int, stop: int) -> str:
