@@ -19,7 +19,7 @@ from firth.core.files import create_file
 from firth.text import python_docs
 from firth.text.documents import Document as Document
 from firth.text.filters import TextCleaner, replace_lone_surrogates
-from firth.text.formats.registry import DOCUMENT_FORMATS, FormatInput, is_wikipedia_dump, parse_mail_parts
+from firth.text.formats.registry import DOCUMENT_FORMATS, FormatInput, foreign_kind, parse_mail_parts
 from firth.text.hub import HUB_PREFIX, HubDataset
 from firth.text.normalize import apply_normal_forms
 from firth.text.open_text import (
@@ -383,8 +383,8 @@ def find_readable_files(folder: Path) -> list[Path]:
         for file in (Path(parent, name) for name in names if not name.startswith(".")):
             if data_extension(file) in READABLE_EXTENSIONS and is_special_file(file):
                 others["pipe or device"] += 1
-            elif data_extension(file) == ".xml" and not is_wikipedia_dump(file):
-                others[".xml that is no Wikipedia dump"] += 1
+            elif kind := foreign_kind(file, data_extension(file)):
+                others[kind] += 1
             elif data_extension(file) in READABLE_EXTENSIONS:
                 files.append(file)
             else:

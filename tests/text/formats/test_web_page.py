@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from firth.core.errors import UserError
+from firth.core.html import generator_meta_tag
 from firth.text.corpus import Corpus
 from firth.text.formats import web_page
 from firth.text.formats.web_page import decode_declared, decode_page
@@ -83,6 +84,17 @@ def test_files_that_are_no_pages(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     assert "a page of more than 500 bytes" in refusal(path, PAGE.encode())
 
 
+def test_reports_of_firth_are_no_text(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """`firth check .` writes check.html there; the next one must not read it."""
+    own = PAGE.replace("<head>", f"<head>{generator_meta_tag('check')}")
+    (tmp_path / "check.html").write_text(own)
+    (tmp_path / "b.txt").write_text("a text")
+    assert [d.text for d in Corpus(tmp_path)] == ["a text"]
+    assert "1 left out" in capsys.readouterr().err
+    (document,) = Corpus(tmp_path / "check.html")  # named by the user, it is read
+    assert document.text.startswith("The keeper")
+
+
 def test_a_missing_extra_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "trafilatura", None)
     told = refusal(tmp_path / "a.html", PAGE.encode())
@@ -92,7 +104,7 @@ def test_a_missing_extra_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 
 @pytest.mark.parametrize("unit", ["<div>", "<b><i>", "<p>a", "<a href='x'>b</a> ", "&amp;", "<!--", "<table><tr><td>x"])
 def test_pages_made_to_harm(unit: str, tmp_path: Path) -> None:
-    (tmp_path / "a.html").write_text(f"<html><body>{unit * (2**16 // len(unit))}{PROSE}")
+    (tmp_path / "a.html").write_text(f"<html><body>{unit * (2**14 // len(unit))}{PROSE}")
     (tmp_path / "b.txt").write_text("a text")
     started = time.process_time()
     assert "a text" in [d.text for d in Corpus(tmp_path)]

@@ -14,7 +14,8 @@ from typing import NamedTuple
 from firth.core.errors import UserError, did_you_mean
 from firth.text.open_text import ReadProgress, open_decompressed
 
-SNIFFED_BYTES = 2**12
+SNIFFED_BYTES = 10_000
+FIRTH_PAGE = b'<meta name="generator" content="firth '  # see core/html.py
 MAIL_PARTS = ("headers", "quotes", "signatures")  # that are left out of e-mails
 
 
@@ -81,11 +82,15 @@ DOCUMENT_FORMATS = {
 }
 
 
-def is_wikipedia_dump(path: Path) -> bool:
-    """Whether an .xml file of a folder is a dump: other XML there is no text."""
+def foreign_kind(path: Path, extension: str) -> str | None:
+    """Return what a file of a folder is, if its extension fits and it is no text: other XML, a report of Firth."""
+    if extension not in (".xml", ".html"):
+        return None
     with open_decompressed(path) as file:
         start = file.read(SNIFFED_BYTES)
-    return b"<mediawiki" in start.replace(b"\0", b"")
+    if extension == ".xml":
+        return None if b"<mediawiki" in start.replace(b"\0", b"") else ".xml that is no Wikipedia dump"
+    return "report of Firth" if FIRTH_PAGE in start else None
 
 
 def parse_mail_parts(given: str) -> tuple[str, ...]:
