@@ -81,6 +81,7 @@ def small_tasks(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(plan, "TASK_BYTES", 8000)
     monkeypatch.setattr(plan, "SCAN_BYTES", 64)
     monkeypatch.setattr(module, "INPUT_BYTES_PER_RANGE", 20_000)
+    monkeypatch.setattr("firth.tokens.cluster.tasks.MAX_ROW_GAP", 2)
 
 
 def contents(folder: Path) -> dict[str, bytes]:

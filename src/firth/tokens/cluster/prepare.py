@@ -18,7 +18,7 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from hashlib import blake2b, sha256
+from hashlib import blake2b
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -45,7 +45,9 @@ from firth.tokens.cluster.engine import Engine
 from firth.tokens.cluster.plan import InputFile, Slice, plan_tasks
 from firth.tokens.cluster.store import (
     ENTRY_SUFFIX,
+    LoadedFile,
     Store,
+    commit,
     is_url,
     open_filesystem,
     open_store,
@@ -58,6 +60,7 @@ from firth.tokens.cluster.tasks import (
     DROPPED,
     READ_INDEX,
     TOKENIZER,
+    ReadIndex,
     Spec,
     file_version,
     first_documents,
@@ -305,11 +308,10 @@ def find_objects(url: str) -> list[InputFile]:
 
 
 def read_stage(job: Job, dedup: str) -> list[dict[str, Any]]:
-    """Read the text once, and write the entries of all tasks into one file for the ranges."""
+    """Read the text once, and write for the ranges where the arrays of all tasks are."""
     specs = [{**spec, "dedup": dedup, "num_ranges": job.num_ranges} for spec in job.text_specs()]
     entries = job.run_stage("read", "reading", specs, job.task_sizes)
-    index = [{name: entry[name] for name in ("arrays", "documents", "bounds")} for entry in entries]
-    job.store.write(READ_INDEX + ENTRY_SUFFIX, json.dumps({"entries": index}).encode())
+    commit(job.store, READ_INDEX, ReadIndex.make_arrays(entries))
     return entries
 
 
@@ -328,7 +330,7 @@ def summarize_reading(job: Job, entries: Sequence[Mapping[str, Any]]) -> Corpus:
 
 def find_dropped(job: Job, entries: Sequence[Mapping[str, Any]], dedup: str) -> np.ndarray:
     """Return which documents are duplicates, (D,), and store it for the next stages as bits."""
-    firsts = first_documents(entries)
+    firsts = first_documents([entry["documents"] for entry in entries])
     is_dropped = np.zeros(int(firsts[-1]), bool)
     specs = [{"num_documents": len(is_dropped)}] * job.num_ranges
     inputs = blake2b("".join(entry["sha256"] for entry in entries).encode()).hexdigest()
@@ -364,6 +366,7 @@ def iter_pairs(store: Store, entries: Sequence[Mapping[str, Any]], num_tasks: in
 def tokenize_stage(
     job: Job, entries: Sequence[Mapping[str, Any]], is_dropped: np.ndarray, options: Mapping[str, Any]
 ) -> list[dict[str, Any]]:
+    firsts = first_documents([entry["documents"] for entry in entries])
     specs = [
         {
             **spec,
@@ -373,7 +376,7 @@ def tokenize_stage(
             "digest": entry["digest"],
             "skip": entry["skip"],
         }
-        for spec, entry, first in zip(job.text_specs(), entries, first_documents(entries)[:-1], strict=True)
+        for spec, entry, first in zip(job.text_specs(), entries, firsts[:-1], strict=True)
     ]
     inputs = blake2b(np.packbits(is_dropped).tobytes()).hexdigest()
     return job.run_stage("tokenize", "tokenizing", specs, job.task_sizes, inputs)
@@ -391,7 +394,7 @@ def merge(
     resume: bool,
 ) -> dict[str, Any]:
     """Append the tokens of all tasks in their order, and finish the shards."""
-    firsts = first_documents(entries)
+    firsts = first_documents([entry["documents"] for entry in entries])
     planned = {**header, "tasks": len(tokenized)}
     with open_shard_writer(path, planned, encoder.find_salient is not None, resume) as writer:
         encoder.tokenizer.save(writer.folder / "tokenizer")
@@ -399,8 +402,8 @@ def merge(
         with progress("merging", "tasks", len(tokenized), first) as p:
             for task in range(first, len(tokenized)):
                 name, entry = task_name("tokenize", task), tokenized[task]
-                check_whole(job.store, name, entry)
-                parts = [read_tokenized(job.store, name, entry, part) for part in SHARD_PARTS]
+                loaded = LoadedFile(job.store, name, entry["sha256"])
+                parts = [read_tokenized(loaded, name, entry, part) for part in SHARD_PARTS]
                 writer.append_chunk(parts, documents=int(firsts[task + 1]), merged_tasks=task + 1)
                 p.advance()
         source_hash = blake2b(digest_size=16)
@@ -409,11 +412,6 @@ def merge(
         source = {"documents": int(firsts[-1]), "digest": source_hash.hexdigest()}
         more = {"skipped": skipped} if skipped else {}
         return finish_shards(path, writer, encoder, header, int(is_dropped.sum()), source, more)
-
-
-def check_whole(store: Store, name: str, entry: Mapping[str, Any]) -> None:
-    if sha256(store.read(name)).hexdigest() != entry["sha256"]:
-        raise UserError(f"{store.url}/{name} does not match its checksum. Run the command again with --resume.")
 
 
 def report_skipped(skipped: Sequence[Mapping[str, Any]]) -> None:

@@ -30,14 +30,18 @@ URL_MARK = "://"
 ENTRY_SUFFIX = ".json"
 
 
-class Store(Protocol):
+class Readable(Protocol):
+    """Files by name."""
+
+    def read(self, name: str, start: int = 0, stop: int | None = None) -> bytes: ...
+
+
+class Store(Readable, Protocol):
     """Files by name, in one folder without folders inside."""
 
     url: str
 
     def write(self, name: str, data: bytes) -> None: ...
-
-    def read(self, name: str, start: int = 0, stop: int | None = None) -> bytes: ...
 
     def has(self, name: str) -> bool: ...
 
@@ -90,6 +94,18 @@ class ObjectStore:
         self.filesystem.invalidate_cache()
         if self.filesystem.exists(self.path):
             self.filesystem.rm(self.path, recursive=True)
+
+
+class LoadedFile:
+    """A file of a store that was read once and compared with its checksum."""
+
+    def __init__(self, store: Store, name: str, checksum: str) -> None:
+        self.data = store.read(name)
+        if hashlib.sha256(self.data).hexdigest() != checksum:
+            raise UserError(f"{store.url}/{name} does not match its checksum. Run the command again with --resume.")
+
+    def read(self, name: str, start: int = 0, stop: int | None = None) -> bytes:
+        return self.data[start:stop]
 
 
 def open_store(url: str) -> Store:
@@ -154,7 +170,7 @@ def read_entry(store: Store, name: str) -> dict[str, Any]:
 
 
 def read_array(
-    store: Store, name: str, entry: Mapping[str, Any], key: str, start: int = 0, stop: int | None = None
+    store: Readable, name: str, entry: Mapping[str, Any], key: str, start: int = 0, stop: int | None = None
 ) -> np.ndarray:
     """Read the rows [start, stop) of an array of a task."""
     dtype, shape, offset = entry["arrays"][key]

@@ -42,6 +42,7 @@ from firth.tokens.cluster.bucket_dedup import (
 )
 from firth.tokens.cluster.plan import ReadRangeFn, boundary_pattern, find_boundary
 from firth.tokens.cluster.store import (
+    Readable,
     Store,
     commit,
     find_commit,
@@ -62,7 +63,8 @@ from firth.tokens.train import passage_key, split_long_words, split_passages
 PREVIEW_CHARS = 60  # characters of a text that name it
 COPY_BYTES = 2**24  # bytes per read of a slice
 BIT_NAMES = ("words", "sentences", "salient")  # arrays of a tokenized document that are stored as bits
-READ_INDEX = "read-index"  # file with the entries of all `read` tasks
+MAX_ROW_GAP = 256  # rows between two signatures (32 KB) that are read at once
+READ_INDEX = "read-index"  # where the arrays of all `read` tasks are
 DROPPED = "dropped"  # file with one bit for each document
 DRAWN = "drawn"  # file with one bit for each passage
 TOKENIZER = "tokenizer"  # prefix of the files of the tokenizer
@@ -282,59 +284,84 @@ def sort_by_range(
 
 def find_exact_duplicates(spec: Spec, store: Store, watch: Watch) -> TaskOutput:
     """Find the documents of one range that repeat an earlier one."""
-    hashes, documents = read_range(spec, store, "hashes")
+    hashes, documents = ReadIndex(store).read_range("hashes", spec["task"])
     return TaskOutput({"documents": find_repeated(hashes, documents)}, {})
 
 
 def find_similar_pairs(spec: Spec, store: Store, watch: Watch) -> TaskOutput:
     """Find the similar pairs of one range among documents that are no exact duplicates, sorted by the later one."""
-    bands, documents = read_range(spec, store, "bands")
+    index = ReadIndex(store)
+    bands, documents = index.read_range("bands", spec["task"])
     is_dropped = read_bits(store, DROPPED, 0, spec["num_documents"])
     new = ~is_dropped[documents]
     pairs = find_candidate_pairs(bands[new], documents[new])
-    similar = select_similar(pairs, signature_reader(store))
-    bounds = np.searchsorted(similar[:, 0], first_documents(read_index(store)))
+    similar = select_similar(pairs, index.read_signatures)
+    bounds = np.searchsorted(similar[:, 0], index.firsts)
     return TaskOutput({"pairs": similar, "bounds": bounds}, {})
 
 
-def read_index(store: Store) -> list[dict[str, Any]]:
-    """Return the entries of all `read` tasks."""
-    return list(read_entry(store, READ_INDEX)["entries"])
+class ReadIndex:
+    """Where the arrays of all `read` tasks are, as arrays: a range reads the few rows of it that it needs.
 
+    >>> entry = {"arrays": {"hashes": ["<u8", [3], 16]}, "documents": 3, "bounds": {"hashes": [0, 1, 3]}}
+    >>> {name: array.tolist() for name, array in ReadIndex.make_arrays([entry, entry]).items()}
+    {'documents': [3, 3], 'offset.hashes': [16, 16], 'bounds.hashes': [[0, 0], [1, 1], [3, 3]]}
+    """
 
-def first_documents(entries: Sequence[Mapping[str, Any]]) -> np.ndarray:
-    """Return the number of the first document of each task, and the number of all documents."""
-    return np.cumsum([0, *(entry["documents"] for entry in entries)])
+    def __init__(self, store: Store) -> None:
+        self.store, self.entry = store, read_entry(store, READ_INDEX)
+        self.firsts = first_documents(read_array(store, READ_INDEX, self.entry, "documents").tolist())
 
+    @staticmethod
+    def make_arrays(entries: Sequence[Mapping[str, Any]]) -> dict[str, np.ndarray]:
+        arrays, bounds = entries[0]["arrays"], entries[0]["bounds"]
+        return {
+            "documents": np.array([entry["documents"] for entry in entries]),
+            **{f"offset.{name}": np.array([entry["arrays"][name][2] for entry in entries]) for name in arrays},
+            **{f"bounds.{name}": np.array([entry["bounds"][name] for entry in entries]).T for name in bounds},
+        }
 
-def read_range(spec: Spec, store: Store, name: str) -> tuple[np.ndarray, np.ndarray]:
-    """Return the hashes of one range from all tasks, and their documents, numbered over all tasks."""
-    hashes, documents = [np.zeros(0, np.uint64)], [np.zeros(0, np.int64)]
-    entries = read_index(store)
-    for task, (entry, first) in enumerate(zip(entries, first_documents(entries)[:-1], strict=True)):
-        start, stop = entry["bounds"][name][spec["task"] : spec["task"] + 2]
-        if start < stop:
-            file = task_name("read", task)
-            hashes.append(read_array(store, file, entry, name, start, stop))
-            documents.append(read_array(store, file, entry, f"{name}_documents", start, stop) + first)
-    return np.concatenate(hashes), np.concatenate(documents)
+    def read_range(self, name: str, number: int) -> tuple[np.ndarray, np.ndarray]:
+        """Return the hashes of one range from all tasks, and their documents, numbered over all tasks."""
+        hashes, documents = [np.zeros(0, np.uint64)], [np.zeros(0, np.int64)]
+        starts, stops = read_array(self.store, READ_INDEX, self.entry, f"bounds.{name}", number, number + 2).tolist()
+        at, documents_at = (self.offsets(key) for key in (name, f"{name}_documents"))
+        for task, (start, stop) in enumerate(zip(starts, stops, strict=True)):
+            if start < stop:
+                hashes.append(self.read_rows(task, at[task], np.uint64, start, stop))
+                numbers = self.read_rows(task, documents_at[task], np.uint32, start, stop)
+                documents.append(numbers + self.firsts[task])
+        return np.concatenate(hashes), np.concatenate(documents)
 
-
-def signature_reader(store: Store) -> Callable[[np.ndarray], np.ndarray]:
-    """Return a function that reads the signatures of sorted documents."""
-
-    def get_signatures(documents: np.ndarray) -> np.ndarray:
-        entries = read_index(store)
-        firsts, found = first_documents(entries), [np.zeros((0, NUM_PERMUTATIONS), np.uint8)]
-        edges = np.searchsorted(documents, firsts)
-        for task, entry in enumerate(entries):
-            rows = documents[edges[task] : edges[task + 1]] - firsts[task]
-            if len(rows):
-                start, stop = int(rows[0]), int(rows[-1]) + 1
-                found.append(read_array(store, task_name("read", task), entry, "signatures", start, stop)[rows - start])
+    def read_signatures(self, documents: np.ndarray) -> np.ndarray:
+        """Return the signatures of sorted documents, (D, P). Rows close to each other are read at once."""
+        at, found = self.offsets("signatures"), [np.zeros((0, NUM_PERMUTATIONS), np.uint8)]
+        edges = np.searchsorted(documents, self.firsts)
+        for task in np.flatnonzero(np.diff(edges)).tolist():
+            rows = documents[edges[task] : edges[task + 1]] - self.firsts[task]
+            for near in np.split(rows, np.flatnonzero(np.diff(rows) > MAX_ROW_GAP) + 1):
+                start, stop = int(near[0]), int(near[-1]) + 1
+                data = self.read_rows(task, at[task], np.uint8, start * NUM_PERMUTATIONS, stop * NUM_PERMUTATIONS)
+                found.append(data.reshape(-1, NUM_PERMUTATIONS)[near - start])
         return np.concatenate(found)
 
-    return get_signatures
+    def offsets(self, name: str) -> list[int]:
+        """Return the byte at which an array begins in the file of each task."""
+        return list(read_array(self.store, READ_INDEX, self.entry, f"offset.{name}").tolist())
+
+    def read_rows(self, task: int, offset: int, dtype: type, start: int, stop: int) -> np.ndarray:
+        size = np.dtype(dtype).itemsize
+        data = self.store.read(task_name("read", task), offset + start * size, offset + stop * size)
+        return np.frombuffer(data, dtype)
+
+
+def first_documents(num_documents: Sequence[int]) -> np.ndarray:
+    """Return the number of the first document of each task, and the number of all documents.
+
+    >>> first_documents([3, 0, 2]).tolist()
+    [0, 3, 3, 5]
+    """
+    return np.cumsum([0, *num_documents])
 
 
 def read_bits(store: Store, name: str, start: int, stop: int) -> np.ndarray:
@@ -395,7 +422,7 @@ def join_chunks(chunks: Sequence[TokenizedDocuments]) -> dict[str, np.ndarray]:
     return joined | {name: np.packbits(joined[name]) for name in BIT_NAMES}
 
 
-def read_tokenized(store: Store, name: str, entry: Mapping[str, Any], part: str) -> TokenizedDocuments:
+def read_tokenized(store: Readable, name: str, entry: Mapping[str, Any], part: str) -> TokenizedDocuments:
     """Return the tokens that a `tokenize` task has committed: the inverse of `join_chunks`."""
     arrays = {key: read_array(store, name, entry, f"{part}.{key}") for key in TokenizedDocuments._fields}
     num_tokens = entry["tokens"][part]
