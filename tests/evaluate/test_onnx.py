@@ -69,6 +69,9 @@ def test_a_classifier_is_exported_quantized_and_scored(
     assert made["inputs"]["input_ids"] == ["batch", "sequence"]
     assert 0 < made["int8_difference"] < 1
     assert made["bytes"]["model_quantized.onnx"] < 0.7 * made["bytes"]["model.onnx"]
+    graph = pytest.importorskip("onnx").load(tmp_path / "onnx" / "model_quantized.onnx").graph
+    floats = [tuple(weight.dims) for weight in graph.initializer if weight.data_type == 1 and len(weight.dims) == 2]
+    assert {(32, 96), (32, 128), (128, 32)}.isdisjoint(floats), "queries, keys and values, and both layers of an MLP"
     own = api.evaluate(final, data=data, output_dir=tmp_path / "scores")["metrics"]
     assert made["scores"]["float32"] == pytest.approx(own)
     assert made["scores"]["int8"].keys() == own.keys()

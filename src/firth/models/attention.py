@@ -436,9 +436,10 @@ class Attention(nn.Module):
 
     def project_rows(self, x: Tensor, start: int = 0, stop: int | None = None) -> Tensor:
         """Return `qkv(x)[..., start:stop]`, computed by these rows of the weight alone."""
-        bias = self.qkv_bias
-        bias = None if bias is None else bias[start:stop]
-        y = F.linear(x, self.qkv.weight[start:stop], bias)
+        weight, bias = self.qkv.weight, self.qkv_bias
+        if start or stop is not None:  # ONNX quantizes a whole weight, not a slice of it
+            weight, bias = weight[start:stop], None if bias is None else bias[start:stop]
+        y = F.linear(x, weight, bias)
         return y + self.qkv.lora_delta(x, start, stop) if isinstance(self.qkv, LoRALinear) else y
 
     @property
