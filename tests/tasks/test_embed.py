@@ -15,7 +15,7 @@ from tasks.small import ANIMALS, CPU, PLACES, WORDS, learn, model_for, parts
 from firth.core.errors import UserError
 from firth.evaluate import evaluate
 from firth.evaluate.embed import embed_texts
-from firth.evaluate.export import compare_with_transformers
+from firth.evaluate.export import compare_with_transformers, write_export
 from firth.metrics import compute_metrics
 from firth.models import EmbeddingHead, load_model, make_model
 from firth.tasks import FinetuneRecipe, finetune, make_task
@@ -206,3 +206,26 @@ def test_from_a_file_to_scores(family: str, tmp_path: Path) -> None:
         states = (theirs.get_encoder() if family == "bart" else theirs)(**read).last_hidden_state
     mask = read["attention_mask"][..., None]
     np.testing.assert_allclose(((states * mask).sum(1) / mask.sum(1)).numpy(), as_it_is, atol=1e-5)
+
+
+@pytest.mark.parametrize(("family", "pool"), [("bert", "mean"), ("t5", "mean"), ("gpt2", "last")])
+def test_sentence_transformers_computes_the_same_vectors(family: str, pool: str, tmp_path: Path) -> None:
+    """An export has its files, whether or not the checkpoint has: pooling, normalisation and the maximum length."""
+    library = pytest.importorskip("sentence_transformers", reason="sentence-transformers is not installed")
+    config, tokenizer = parts(family)
+    task = make_task("embed", pairs(), tokenizer, config, FinetuneRecipe(max_seq_length=8))
+    model = model_for(task, config).eval()
+    model.tokenizer = task.templated_tokenizer()
+    model.save(tmp_path / "checkpoint")
+    write_export(tmp_path / "checkpoint", tmp_path / "hf")
+    write_export(tmp_path / "hf", tmp_path / "again")
+    files = {p.name for p in (tmp_path / "again").iterdir()}
+    assert {"modules.json", "1_Pooling", "config_sentence_transformers.json"} <= files
+    opened = library.SentenceTransformer(str(tmp_path / "again"), device="cpu")
+    assert opened.max_seq_length == 8
+    assert isinstance(model.config.head, EmbeddingHead)
+    assert model.config.head.pool == pool
+    texts = ["near the cat", "the big river is not a garden and not a forest near the harbour", "fox"]
+    np.testing.assert_allclose(
+        opened.encode(texts), embed_texts(tmp_path / "checkpoint", texts, normalise=True), atol=1e-5
+    )

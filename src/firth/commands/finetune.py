@@ -128,15 +128,16 @@ def finetune(
     from firth.tasks.finetune_data import read_finetune_data
     from firth.train.hub import check_push_target
 
-    if plan.push_to_hub:
-        check_push_target(plan.push_to_hub, plan.public, is_resumed=resume or rewind is not None)
+    launched = read_launch_env()
+    if plan.push_to_hub and (launched is None or launched.rank == 0):
+        is_resumed = resume or rewind is not None or (launched is not None and launched.restart_count > 0)
+        check_push_target(plan.push_to_hub, plan.public, is_resumed)
     if target_text:
         check_task(plan)  # before the first stage, which takes long
         stage = {"resume": resume or rewind is not None, "overwrite": overwrite, "allow_change": allow_change}
         adapted = adapt_to_target_text(checkpoint, target_text, output_dir, **stage, device=plan.device)
         plan = replace(plan, checkpoint=str(adapted))
     result = run_finetune(plan, resume, overwrite, allow_change, rewind)
-    launched = read_launch_env()
     if launched is not None and launched.rank > 0:
         return FinetuneResult(result)
     with quiet():  # the run has printed all notices on these files

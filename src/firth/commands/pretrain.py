@@ -88,14 +88,14 @@ def pretrain(
         check_run_folder(Path(output_dir), resume, overwrite, plan.inputs)
         return PretrainResult({"dry_run": True, **plan.describe()})
     dist, path = init_distributed(plan.recipe), Path(output_dir)
+    if dist.is_restart(str(output_dir)):
+        resume, overwrite, rewind = True, False, None
+    resume = resume or rewind is not None
     repo, public = plan.recipe.push_to_hub, plan.recipe.public
     if repo:
         from firth.train.hub import check_push_target
 
         dist.run_on_main(lambda: check_push_target(repo, public, is_resumed=resume))
-    if dist.is_restart(str(output_dir)):
-        resume, overwrite, rewind = True, False, None
-    resume = resume or rewind is not None
     with shared_run_folder(dist, path, resume, overwrite, plan.inputs) as folder:
         clock = RunClock(path, resume, start_time)
 

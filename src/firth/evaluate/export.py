@@ -44,6 +44,7 @@ from firth.models.hf.checkpoint import with_special_token_template
 from firth.models.task_heads import MultiTaskHeadModule
 from firth.objectives import Batch
 from firth.tasks import TASK_FILE
+from firth.tasks.embed import SENTENCE_TRANSFORMERS_FILES, write_sentence_transformers_files
 from firth.tasks.finetuned import select_task
 from firth.tasks.recipe import read_task_file
 from firth.text.open_text import import_optional
@@ -59,7 +60,7 @@ HF_TASK_CLASSES = {
 
 
 # files beside the weights: task, model card, sentence-transformers
-EXPORTED_EXTRA_FILES = (TASK_FILE, MODEL_CARD_FILE, "modules.json", "sentence_bert_config.json", "1_Pooling")
+EXPORTED_EXTRA_FILES = (TASK_FILE, MODEL_CARD_FILE, *SENTENCE_TRANSFORMERS_FILES)
 
 
 def write_export(checkpoint: Path, folder: Path, task: str = "") -> None:
@@ -79,6 +80,9 @@ def write_export(checkpoint: Path, folder: Path, task: str = "") -> None:
                 shutil.copytree(checkpoint / name, temporary / name)
             elif (checkpoint / name).is_file() and not (name == MODEL_CARD_FILE and (folder / name).is_file()):
                 shutil.copyfile(checkpoint / name, temporary / name)  # a card that is there may have been edited
+        head = read_config(checkpoint).head
+        if isinstance(head, EmbeddingHead) and not (checkpoint / "modules.json").is_file():
+            write_sentence_transformers_files(model, head.max_length or model.config.max_length or 512, temporary)
 
 
 def keep_one_head(model: Model, task: str, checkpoint: Path) -> dict[str, Any]:

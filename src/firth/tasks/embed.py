@@ -32,7 +32,14 @@ from firth.train import ComputeConfig
 
 POSITIVE_SCORE_SHARE = 0.8  # share of the highest score from which a pair is positive: 4 of STS-B's 5
 # keys of sentence-transformers' pooling config
-SENTENCE_TRANSFORMERS_POOLING = {"mean": "pooling_mode_mean_tokens", "first": "pooling_mode_cls_token"}
+SENTENCE_TRANSFORMERS_POOLING = {
+    "mean": "pooling_mode_mean_tokens",
+    "first": "pooling_mode_cls_token",
+    "last": "pooling_mode_lasttoken",
+}
+SENTENCE_TRANSFORMERS_FILES = (
+    *("modules.json", "sentence_bert_config.json", "config_sentence_transformers.json", "1_Pooling"),
+)
 
 
 class EmbeddingTask(HeadTask):
@@ -177,6 +184,8 @@ def write_sentence_transformers_files(model: Model, max_length: int, folder: Pat
     ]
     write_json(folder / "modules.json", modules)
     write_json(folder / "sentence_bert_config.json", {"max_seq_length": max_length, "do_lower_case": False})
+    settings = {"prompts": {}, "default_prompt_name": None, "similarity_fn_name": "cosine"}
+    write_json(folder / "config_sentence_transformers.json", settings)
     (folder / "1_Pooling").mkdir()
     pooling = {name: pool == head.pool for pool, name in SENTENCE_TRANSFORMERS_POOLING.items()}
     write_json(folder / "1_Pooling" / "config.json", {"word_embedding_dimension": model.config.dim, **pooling})

@@ -34,7 +34,7 @@ def train_seeds(job: FinetuneJob, resume: bool) -> list[dict[str, Any]]:
     """Train all seeds and return their results; the time left on the status line is that of all unfinished seeds."""
     folders = [job.folder / f"seed-{seed}" for seed in range(job.recipe.seeds)]
     unfinished = [folder for folder in folders if not (resume and (folder / "results.json").is_file())]
-    runs, uploader = [], make_uploader(job.recipe)
+    runs, uploader = [], make_uploader(job.recipe, job.compute.dist_context.is_main_process)
     on_checkpoint = uploader.push if uploader is not None else None
     with run_series([1.0] * len(unfinished)) as series:
         for seed, folder in enumerate(folders):
