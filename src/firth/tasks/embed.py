@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -184,7 +185,7 @@ def write_sentence_transformers_files(model: Model, max_length: int, folder: Pat
     ]
     write_json(folder / "modules.json", modules)
     write_json(folder / "sentence_bert_config.json", {"max_seq_length": max_length, "do_lower_case": False})
-    settings = {"prompts": {}, "default_prompt_name": None, "similarity_fn_name": "cosine"}
+    settings: dict[str, Any] = {"prompts": {}, "default_prompt_name": None, "similarity_fn_name": "cosine"}
     write_json(folder / "config_sentence_transformers.json", settings)
     (folder / "1_Pooling").mkdir()
     pooling = {name: pool == head.pool for pool, name in SENTENCE_TRANSFORMERS_POOLING.items()}
