@@ -63,6 +63,7 @@ def test_loss_of_one_run() -> None:
     assert chart.columns == ["step", "training", "held out"]
     assert chart.rows == [["1", "9", ""], ["2", "7", "7.5"], ["3", "6", "6.5"]]
     assert texts(chart, "name") == ["loss (nats per token)", "step"]
+    assert texts(chart, "tick")[-3:] == ["1", "2", "3"], "there is no step 1.5"
     thin, thick = drawn(chart, "path", "line")
     assert "thin" in str(thin.get("class"))
     # y runs from 5.85 to 9.15: the range of the values, and a twentieth of it on both sides

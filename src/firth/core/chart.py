@@ -45,6 +45,7 @@ class Axis(NamedTuple):
     ticks: Sequence[tuple[float, str]] = ()
     format: Callable[[float], str] | None = None  # of numbers
     tick_format: Callable[[float], str] | None = None
+    is_whole: bool = False  # values are whole numbers, and so are the ticks
 
 
 class Series(NamedTuple):
@@ -194,6 +195,7 @@ class Scale:
         return [
             (self.share(value), (self.axis.tick_format or format_tick)(value))
             for value in ticks or nice_ticks(self.low, self.high, about)
+            if not self.axis.is_whole or value == int(value)
         ]
 
     def text(self, value: float) -> str:
@@ -423,7 +425,7 @@ def loss_chart(
             series.append(Series(f"{prefix}held out", held_out[name], colour, dot="circle"))
     entropy = unigram_entropy
     lines = [] if entropy is None else [Reference("word frequencies only (unigram entropy)", entropy)]
-    return line_chart(series, Axis("step"), Axis(y_name), lines)
+    return line_chart(series, Axis("step", is_whole=True), Axis(y_name), lines)
 
 
 # --- bars -----------------------------------------------------------------------------------------------------------

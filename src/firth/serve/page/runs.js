@@ -203,7 +203,7 @@ function lossChart(runs) {
   });
   const lines = runs.flatMap((run) => Object.entries(referencesOf(run.name)).filter(([text]) => DRAWN_REFERENCES.includes(text)).map(([text, y]) => ({ run: run.name, text, y })));
   const isPretraining = runs.every((run) => !run.kind.startsWith("fine-tuning"));
-  return lineChart({ series: series.filter((s) => s.points.length), lines: nameLines(lines, runs.length), xLabel: state.axis === "step" ? "step" : "tokens", yLabel: isPretraining ? "loss (nats per token)" : "loss", label: "Loss of the runs that are shown", height: 290 });
+  return lineChart({ series: series.filter((s) => s.points.length), lines: nameLines(lines, runs.length), xLabel: state.axis === "step" ? "step" : "tokens", yLabel: isPretraining ? "loss (nats per token)" : "loss", label: "Loss of the runs that are shown", height: 290, wholeSteps: state.axis === "step" });
 }
 
 // What the loss should be. The planner's forecast is that of the whole run; n-grams are counted by the doctor.
