@@ -38,7 +38,7 @@ from firth.train.log import parse_log
 
 RUN = "live"
 MAX_STEPS = 10_000_000  # the run ends with the benchmark
-WARMUP_STEPS = 50
+WARMUP_STEPS = 20
 TICK_S = 3.0  # of the server: a window begins when it has noticed that viewers came or went
 BOOTSTRAPS = 2000
 
@@ -56,6 +56,7 @@ def start_run(home: Path, log_every: int) -> subprocess.Popen[bytes]:
     command = [sys.executable, "-m", "firth", "pretrain", "gpt2-tiny", "--data", str(home / "text.txt")]
     options = {"max-steps": MAX_STEPS, "logging-steps": log_every, "save-steps": MAX_STEPS, "eval-steps": MAX_STEPS}
     command += ["--output-dir", str(home / "runs" / RUN), "--vocab-size", "1000", "--max-seq-length", "64"]
+    command += ["--per-device-train-batch-size", "8", "--gradient-accumulation-steps", "1"]
     command += [part for name, value in options.items() for part in (f"--{name}", str(value))]
     return subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
 
@@ -220,7 +221,9 @@ def main() -> None:
         host, port = address.removeprefix("http://").split(":")
         viewers = Viewers(host, int(port))
         try:
+            say("waiting for the first steps of the run")
             wait_for_steps(log, run)
+            say("the doctor examines the run")
             result = measure_doctor(address, log, options.doctor_s)
             slowdowns, costs = compare_windows(
                 server.pid, viewers, options.viewers, log, options.pairs, options.window_s

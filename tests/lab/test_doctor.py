@@ -28,10 +28,11 @@ from firth.evaluate.pretraining_report import add_doctor_section
 from firth.lab.batch_rules import BATCH_RULES, BatchFacts, count_labels
 from firth.lab.doctor import ALL_RULES, REFERENCE_RULES, diagnose_run, try_diagnosis
 from firth.objectives import IGNORE_INDEX, MLM, Batch
+from firth.tasks import FinetuneRecipe
 from firth.train import Recipe, pretrain, read_log
 from firth.train.findings import Evidence, Finding, Rule, examine, sort_findings
 from firth.train.live_doctor import LiveDoctor
-from firth.train.log_rules import LOG_RULES, LogFacts, References, Series
+from firth.train.log_rules import FINETUNING_RULES, LOG_RULES, LogFacts, References, Series
 from firth.train.timings import TIMINGS_FILE, sum_timings
 
 ROOT = Path(__file__).parents[2]
@@ -304,6 +305,20 @@ def test_live_findings_are_said_once(recipe: Recipe, capsys: pytest.CaptureFixtu
     said = capsys.readouterr().err
     assert said.count("the loss is stuck at word frequencies") == 1
     assert list(live.reported) == ["plateau"]
+
+
+def test_seeds_of_a_fine_tuning_say_one_illness_once(capsys: pytest.CaptureFixture[str]) -> None:
+    training = FinetuneRecipe(checkpoint="base", max_steps=200, learning_rate=0.1)
+    reported: dict[str, Finding] = {}
+    for _ in range(2):
+        live = LiveDoctor(training, References(), "tuned", FINETUNING_RULES, reported)
+        for step in range(1, 201):
+            live.observe({"step": step, "loss": 0.4 if step < 100 else 1.4})
+        live.judge(is_finished=True)
+        assert not live.reads_timings
+    said = " ".join(capsys.readouterr().err.split())
+    assert said.count("the learning rate is too high") == 1
+    assert "See `firth doctor tuned`" in said
 
 
 def test_live_lines_are_bounded(recipe: Recipe) -> None:

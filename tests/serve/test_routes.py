@@ -194,6 +194,10 @@ def test_attention_sums_to_one_and_sees_what_the_model_sees(client: Any, folders
         "cross": (1, 2, len(both["target_tokens"]), len(both["tokens"])),
     }
     direct = compute_attention(load_model(folders["t5"]), "the cat", "a river").matrices["cross"]
+    model = load_model(folders["t5"])
+    ids = model.tokenizer.encode("a river")
+    body = {"model": "t5", "text": "the cat", "is_prompt": True, "new_tokens": ids}
+    assert np.allclose(client.post("/attention", json=body).json()["weights"]["cross"], direct, atol=1e-4)
     assert np.allclose(both["weights"]["cross"], direct, atol=1e-3)
 
 

@@ -73,4 +73,7 @@ def test_a_run_at_chance_says_so_in_the_terminal_the_results_and_the_report(
     cause = found["failure_causes"]["0"]
     assert "dev does not follow" in cause
     assert f"seed-0 is at or below chance. Likely cause: {cause}." in " ".join(capsys.readouterr().err.split())
-    assert "is at or below chance" in Path(found["report"]).read_text(encoding="utf-8")
+    page = Path(found["report"]).read_text(encoding="utf-8")
+    assert "is at or below chance" in page
+    assert "Health" in page
+    assert "seeds do not beat chance" in page  # the doctor's finding
