@@ -868,3 +868,23 @@ def test_an_extended_tokenizer_beside_the_old_one() -> None:
     pieces = len(old.encode("kitabu"))
     found = script("extended_tokenizer").compare(old, new, ["the kitabu", "kitabu kitabu cat"])
     assert found == (len("the kitabukitabu kitabu cat"), 5, 3 * pieces + 2, 5, 3)
+
+
+def test_overlap_of_streams_is_read_from_a_trace() -> None:
+    """Stream 7 computes from 0 to 10 and from 20 to 30; stream 9 copies from 8 to 14, of which 2 are beside it."""
+    fsdp = script("fsdp_memory")
+    spans = [(7, 0, 10), (7, 20, 10), (9, 8, 4), (9, 11, 3)]
+    events = [{"cat": "kernel", "ts": ts, "dur": dur, "args": {"stream": stream}} for stream, ts, dur in spans]
+    events.append({"cat": "cpu_op", "ts": 0, "dur": 99})
+    assert fsdp.read_overlap(events, steps=2) == (15, 10, 3, 1)
+    assert fsdp.read_overlap(events, steps=1).share == pytest.approx(1 / 3)
+
+
+@pytest.mark.slow
+def test_a_rank_of_many_takes_a_step_without_the_others() -> None:
+    """Each way trains as rank 0 of 16 that do not exist; `counted` is a part of the model where it is sharded."""
+    fsdp, counted = script("fsdp_memory"), dict[str, float]()
+    for way in ("ddp", "fsdp", "hsdp"):
+        training = fsdp.TrainingConfig(max_seq_length=32, compile=False, parallel=way, optim="muon")
+        counted[way] = fsdp.measure_memory("gpt2", gpt2(1, 16, 2, 200), training, size=16, rows=2).counted_gb
+    assert counted["ddp"] == pytest.approx(8 * counted["hsdp"]) == pytest.approx(16 * counted["fsdp"])

@@ -144,6 +144,43 @@ def test_resume_with_another_number_of_processes(case: str, change: str, many: C
     many.close(case, f"{case} {change}")
 
 
+# --- eight processes --------------------------------------------------------------------------------------------------
+
+EIGHT: dict[str, dict[str, Any]] = {
+    "ddp": {"parallel": "ddp"},
+    "fsdp": {"parallel": "fsdp"},
+    "hsdp 2 x 4": {"parallel": "hsdp", "shard_size": 4},
+    "hsdp 4 x 2": {"parallel": "hsdp", "shard_size": 2},
+}
+
+
+@pytest.fixture(scope="module")
+def eight(shards_of: Make, tmp_path_factory: pytest.TempPathFactory) -> Cases:
+    """A GPT-2 with Muon in eight processes, each way, and resumed `from 8 to 2` and `from 2 to 8`."""
+    cases = Cases(tmp_path_factory.mktemp("eight"), shards_of)
+
+    def job(name: str, rows: int, how: dict[str, Any] | None = None, way: str = "fsdp") -> dict[str, Any]:
+        sizes = {"per_device_train_batch_size": rows, "gradient_accumulation_steps": 1}
+        return cases.runs("gpt2").job(name, how, **cases.fields("gpt2", **sizes, **EIGHT[way]))
+
+    def run(size: int, jobs: list[dict[str, Any]]) -> None:
+        processes.run(size, jobs, cases.folder, patience=processes.SLOW_PATIENCE)
+
+    run(8, [*(job(f"{way} by 8", 1, way=way) for way in EIGHT), job("from 8 to 2", 1, STOP)])
+    run(2, [job("from 8 to 2", 1, {"resume": True}), job("from 2 to 8", 4, STOP)])
+    run(8, [job("from 2 to 8", 4, {"resume": True})])
+    return cases
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", [*(f"{way} by 8" for way in EIGHT), "from 8 to 2", "from 2 to 8"])
+def test_eight_processes_read_and_train_like_one(name: str, eight: Cases) -> None:
+    """`close` compares `data`, the hash of all batches so far, exactly: the order of the rows is the same."""
+    eight.close("gpt2", name)
+    index = eight.folder / name / "checkpoint-24" / "model.safetensors.index.json"
+    assert index.exists() == (name != "ddp by 8"), "a sharded model has one file per process"
+
+
 # --- the same optimizer, for any number of processes ------------------------------------------------------------------
 
 

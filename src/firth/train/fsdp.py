@@ -62,7 +62,6 @@ from firth.train.launch_env import LaunchEnv
 from firth.train.recipe import TrainingConfig
 from firth.train.writer import CheckpointWriter
 
-_meshes: dict[tuple[int, int], DeviceMesh] = {}  # of HSDP, by their shape
 REPLICATED_FILES = (RECURRENT_STATE_FILE, GUARD_FILE)  # equal on all ranks; rank 0 writes them
 
 
@@ -77,6 +76,7 @@ class FSDPContext(DDPContext):
     def __init__(self, launch_env: LaunchEnv, store: Store, groups: Mapping[str, Any], shard_size: int = 0) -> None:
         super().__init__(launch_env, store, groups)
         self.shard_size, self.strategy = shard_size or self.world_size, "hsdp" if shard_size else "fsdp"
+        self.mesh: DeviceMesh | None = None  # of HSDP
 
     def __str__(self) -> str:
         shards = f", {self.world_size // self.shard_size} x {self.shard_size}" if self.strategy == "hsdp" else ""
@@ -90,10 +90,10 @@ class FSDPContext(DDPContext):
         """Return the mesh of all ranks: one dimension for FSDP, replicate x shard for HSDP."""
         if self.strategy == "fsdp":
             return init_device_mesh(device_type, (self.world_size,))
-        shape = self.world_size // self.shard_size, self.shard_size
-        if (mesh := _meshes.get(shape)) is None:  # each has process groups of its own
-            mesh = _meshes[shape] = init_device_mesh(device_type, shape, mesh_dim_names=("replicate", "shard"))
-        return mesh
+        if self.mesh is None:  # made once: it has process groups of its own
+            shape = self.world_size // self.shard_size, self.shard_size
+            self.mesh = init_device_mesh(device_type, shape, mesh_dim_names=("replicate", "shard"))
+        return self.mesh
 
     def prepare_model(self, model: Model, training: TrainingConfig, compute: ComputeConfig) -> None:
         """Shard each block as a unit, gathered in the compute dtype, and all other parameters as one float32 unit."""
