@@ -24,7 +24,7 @@ Checkpoints = Callable[[str], Path]
 Toy = dict[str, Path]
 CLOSE = 1e-5
 COMMON: dict[str, Any] = {"seeds": 2, "max_steps": 12, "eval_steps": 6, "save_steps": 5, "learning_rate": 1e-3}
-# 240 examples are enough to try three rates, for 20 of 200 steps each.
+# Two rates are tried, for 20 of 200 steps each.
 RATES: dict[str, Any] = {"rate_candidates": (1e-3, 3e-3), "max_steps": 200, "seeds": 1, "eval_steps": 200}
 
 
@@ -33,6 +33,7 @@ class Finetuned:
 
     def __init__(self, folder: Path, checkpoint: Path, toy: Toy) -> None:
         self.folder, self.checkpoint, self.toy = folder, checkpoint, toy
+        self.said: list[str] = []
 
     def recipe(self, name: str, processes: int = 1, **fields: Any) -> FinetuneRecipe:
         """Eight examples a step, in two micro-batches of four."""
@@ -70,7 +71,10 @@ def two(toy: Toy, checkpoint_of: Checkpoints, tmp_path_factory: pytest.TempPathF
     """The results of two processes, in one launch."""
     runs = Finetuned(tmp_path_factory.mktemp("two"), checkpoint_of("bert"), toy)
     signal = {"harm": {"kind": "signal", "rank": 1, "step": 7}}
-    processes.run(2, [runs.job("two"), runs.job("stopped", signal)], runs.folder)
+    files = [f"--{name}={toy[name]}" for name in ("train", "dev")]
+    words = ["finetune", str(runs.checkpoint), "--task=classify", *files, f"--output-dir={runs.folder / 'command'}"]
+    words += ["--seeds=1", "--max-steps=2", "--learning-rate=1e-3", "--no-compile", "--no-bf16"]
+    runs.said = processes.run(2, [runs.job("two"), runs.job("stopped", signal), {"words": words}], runs.folder)
     return runs
 
 
@@ -90,10 +94,23 @@ def test_one_process_resumes_a_run_of_two(two: Finetuned) -> None:
     two.close("two", "stopped")
 
 
+def test_the_command_shares_its_default_batch_and_rank_0_prints(two: Finetuned) -> None:
+    assert (two.folder / "command" / "report.html").is_file()
+    assert load_recipe(two.folder / "command" / "recipe.yaml", FinetuneRecipe).global_batch_size == 16
+    first, other = two.said
+    assert "global batch: 16 examples, 8 in each of 2 processes" in first
+    assert "--parallel ddp: each of 2 processes has the whole model" in first
+    assert other == ""
+
+
 @pytest.mark.slow
 def test_rates_are_tried_in_all_processes(two: Finetuned) -> None:
-    processes.run(2, [two.job("rates", **RATES)], two.folder)
-    finetune(two.recipe("rates alone", **RATES))
+    rows = [json.loads(line) for line in two.toy["train"].read_text().splitlines()]
+    many = [{**row, "text": f"{row['text']} {end}"} for row in rows for end in ("now", "then", "too")]  # 320 are needed
+    train = two.folder / "many.jsonl"
+    train.write_text("".join(json.dumps(row) + "\n" for row in many))
+    processes.run(2, [two.job("rates", train=str(train), **RATES)], two.folder)
+    finetune(two.recipe("rates alone", train=str(train), **RATES))
     trials = [json.loads((two.folder / name / "learning_rate.json").read_text()) for name in ("rates", "rates alone")]
     assert trials[0]["chosen"] == trials[1]["chosen"]
     assert trials[0]["batch_losses"][0] == pytest.approx(trials[1]["batch_losses"][0], rel=1e-4)

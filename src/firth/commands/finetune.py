@@ -138,8 +138,8 @@ def finetune(
         adapted = adapt_to_target_text(checkpoint, target_text, output_dir, **stage, device=plan.device)
         plan = replace(plan, checkpoint=str(adapted))
     result = run_finetune(plan, resume, overwrite, allow_change, rewind)
-    if launched is not None and launched.rank > 0:
-        return FinetuneResult(result)
+    if launched is not None and launched.rank > 0:  # rank 0 writes the report
+        return FinetuneResult({**result, "report": str(Path(plan.output_dir) / "report.html")})
     with quiet():  # the run has printed all notices on these files
         examples = read_finetune_data(plan).dev
     folder = Path(plan.output_dir)
