@@ -14,6 +14,8 @@ from train.conftest import small_model
 from train.test_distributed import HALF, Runs
 
 from firth.models import ModelConfig, get_preset, with_vocabulary
+from firth.models.config import LearnedPosition
+from firth.models.presets import gpt2, t5
 from firth.recipes import pretraining_recipe
 from firth.tokens import ShardSet
 from firth.train.dtensor import ShardGroup
@@ -142,6 +144,22 @@ def test_four_processes_train_like_one(case: str, way: str, many: Cases) -> None
 @pytest.mark.parametrize("case", CASES)
 def test_resume_with_another_number_of_processes(case: str, change: str, many: Cases) -> None:
     many.close(case, f"{case} {change}")
+
+
+@pytest.mark.slow
+def test_blocks_that_are_read_outside_of_their_forward_pass(shards_of: Make, tmp_path: Path) -> None:
+    """A value residual reads the first block's values in all layers; shared stacks run each block twice."""
+    plain = {"dropout": 0.0, "attention_dropout": 0.0}
+    decoder, both = (Runs(tmp_path, shards_of(family)) for family in ("gpt2", "t5"))
+    residual = gpt2(3, 32, 2, decoder.shards.tokenizer.vocab.size, value_residual=True, **plain)
+    stacks = t5(2, 32, 2, 64, both.shards.tokenizer.vocab.size, share_stacks=True, **plain)
+    cases = [("residual", decoder, replace(residual, position=LearnedPosition(32))), ("stacks", both, stacks)]
+    common = {"optim": "muon", "learning_rate": 1e-3}
+    jobs = [runs.job(name, parallel="fsdp", model=model, **HALF, **common) for name, runs, model in cases]
+    processes.run(2, jobs, tmp_path)
+    for name, runs, model in cases:
+        runs.alone(f"{name} alone", model=model, per_device_train_batch_size=8, **common)
+        runs.close(f"{name} alone", name, but="key.bias")
 
 
 # --- eight processes --------------------------------------------------------------------------------------------------
