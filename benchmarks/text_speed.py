@@ -27,7 +27,7 @@ from typing import Any
 import numpy as np
 
 from firth import __version__
-from firth.cli.options import parse_bytes
+from firth.cli.values import parse_bytes
 from firth.core.console import say, show_table
 from firth.text import Corpus
 from firth.tokens import PackedDataset, SequenceTemplate, load_tokenizer, open_shards, prepare, train_tokenizer

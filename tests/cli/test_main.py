@@ -19,8 +19,8 @@ from typing import Any, Literal, NamedTuple
 import numpy as np
 import pytest
 
+from firth.cli import command, options
 from firth.cli import main as cli
-from firth.cli import options
 from firth.cli.main import app, main
 from firth.core.errors import UserError
 from firth.core.files import VERIFIED_FILE, find_corruption
@@ -463,7 +463,7 @@ def test_options_come_from_fields() -> None:
         steps: int = 3
 
     globals().update(Engine=Engine)  # where annotations are looked up
-    found = {o.name: o for o in options.list_options(options.FillOptions, Config, "rate")}
+    found = {o.name: o for o in command.list_options(options.FillOptions, Config, "rate")}
     assert [*found] == ["json", "checkpoint", "text", "top", "rate", "optim"]
     assert (found["rate"].label, found["rate"].shown_default, found["rate"].common) == (
         "--rate X",
@@ -472,7 +472,7 @@ def test_options_come_from_fields() -> None:
     )
     assert (found["rate"].convert("1e-3"), found["rate"].resolve(None), found["top"].resolve(None)) == (1e-3, None, 5)
     assert found["json"].label == "--json"
-    assert options.nested_fields(Config) == [("engine.weights=...", "Keep the weights in this type.")]
+    assert command.nested_fields(Config) == [("engine.weights=...", "Keep the weights in this type.")]
     for name, text, message in (
         ("rate", "fast", "--rate: 'fast' is not a number."),
         ("top", "2.5", "--top: '2.5' is not a whole number."),
@@ -490,7 +490,7 @@ def test_every_setting_of_an_option_is_read() -> None:
     for kind in types:
         for one in fields(kind):
             assert one.metadata.keys() <= known, f"{kind.__name__}.{one.name}"
-    (rewind,) = (o for o in options.list_options(options.ResumeOptions) if o.name == "rewind")
+    (rewind,) = (o for o in command.list_options(options.ResumeOptions) if o.name == "rewind")
     with pytest.raises(UserError, match="--rewind: -1 is out of bounds, it must be at least 0"):
         rewind.convert("-1")
 

@@ -9,7 +9,8 @@ from typing import Any
 import typer
 
 from firth.cli import render
-from firth.cli.options import OutputOptions, option
+from firth.cli.command import option
+from firth.cli.options import OutputOptions
 from firth.core.console import format_count, say
 from firth.core.errors import quote
 

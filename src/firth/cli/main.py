@@ -23,8 +23,10 @@ from typer.exceptions import TyperException
 from firth import __version__
 from firth.cli import options as opt
 from firth.cli import render
+from firth.cli.command import add_command
 from firth.cli.export import EXPORT_EXAMPLES, ExportOptions, report_export
 from firth.cli.push import PUSH_EXAMPLES, PushOptions, push
+from firth.cli.values import parse_escapes
 from firth.core.console import format_count, print_error, print_text, say, set_quiet, show_table, stderr_console, track
 from firth.core.errors import MAX_REASON_CHARS, Interrupted, UserError, shorten
 from firth.generate.config import CONSTRAINTS, GenerationConfig
@@ -37,7 +39,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     rich_markup_mode=None,
 )
-command = partial(opt.add_command, app)
+command = partial(add_command, app)
 
 DISTRIBUTED_FIELDS = ("parallel", "shard_size", "cpu_offload")  # for commands that torchrun may start
 FIT_OPTIONS = ("data", "output_dir", "overwrite")  # `plan` takes them with --fit; --data to refuse it
@@ -462,7 +464,7 @@ def generate(
     from firth.generate.grammar import read_grammar
     from firth.static.ngram import is_ngram
 
-    settings |= {"stop": [opt.parse_escapes(text, "--stop") for text in settings.get("stop", ())]}
+    settings |= {"stop": [parse_escapes(text, "--stop") for text in settings.get("stop", ())]}
     texts = collect_input_texts(prompt, prompts, "--prompts", ("prompt", "source", "text"), encoding)
     if stream and json:
         raise UserError("--stream prints tokens one by one and --json one object at the end: choose one.")
@@ -567,7 +569,7 @@ def chat(checkpoint: str, system: str = "", **settings: Any) -> None:
     from firth.models import load_model
     from firth.tasks.conversation import Conversation
 
-    settings |= {"stop": [opt.parse_escapes(text, "--stop") for text in settings.get("stop", ())]}
+    settings |= {"stop": [parse_escapes(text, "--stop") for text in settings.get("stop", ())]}
     conversation = Conversation(load_model(checkpoint), system, **settings)
     interactive = sys.stdin.isatty()
     if interactive:

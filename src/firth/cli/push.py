@@ -6,7 +6,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from firth.cli import render
-from firth.cli.options import JsonOptions, option
+from firth.cli.command import option
+from firth.cli.options import JsonOptions
 
 PUSH_EXAMPLES = """
 firth push run/final me/animals                # private

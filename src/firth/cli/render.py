@@ -26,7 +26,7 @@ from firth.core.html import format_cell
 if TYPE_CHECKING:
     import numpy as np
 
-    from firth.cli.options import Option
+    from firth.cli.command import Option
 
 HELP_WIDTH, LABEL_WIDTH = 80, 26  # columns of --help, and of its left part with the options
 MAX_TEXT_CHARS = 40  # characters: longer texts are shortened in tables

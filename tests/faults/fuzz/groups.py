@@ -239,41 +239,42 @@ def dotted_names(recipe: dict[str, Any], prefix: str = "") -> list[str]:
 def command_lines(fixtures: Fixtures) -> MakeCase:
     """Options of every command with odd values; commands that would train are asked for --dry-run."""
     from firth.cli import options as opt
+    from firth.cli.command import Option, list_options
     from firth.cli.export import ExportOptions
     from firth.generate.config import GenerationConfig
     from firth.tasks import FinetuneRecipe
     from firth.train import Recipe
 
     rows, text, bert, gpt2 = fixtures.rows("classify"), fixtures.text, fixtures.bert / "final", fixtures.gpt2 / "final"
-    given: dict[str, tuple[list[Any], list[opt.Option]]] = {
-        "tokenizer": ([text, "--output-dir=out", "--dry-run"], opt.list_options(opt.TokenizerOptions)),
+    given: dict[str, tuple[list[Any], list[Option]]] = {
+        "tokenizer": ([text, "--output-dir=out", "--dry-run"], list_options(opt.TokenizerOptions)),
         "prepare": (
             [text, "--tokenizer", fixtures.shards / "tokenizer", "--output-dir=out", "--dry-run"],
-            opt.list_options(opt.PrepareOptions),
+            list_options(opt.PrepareOptions),
         ),
         "pretrain": (
             ["bert-tiny", "--data", fixtures.shards, "--output-dir=out", "--dry-run"],
-            opt.list_options(opt.PretrainOptions, Recipe),
+            list_options(opt.PretrainOptions, Recipe),
         ),
         "finetune": (
             [bert, "--task=classify", "--train", rows, "--dev", rows, "--output-dir=out", "--dry-run"],
-            opt.list_options(opt.FinetuneOptions, FinetuneRecipe),
+            list_options(opt.FinetuneOptions, FinetuneRecipe),
         ),
-        "evaluate": ([fixtures.classify / "final", "--data", rows], opt.list_options(opt.EvaluateOptions)),
+        "evaluate": ([fixtures.classify / "final", "--data", rows], list_options(opt.EvaluateOptions)),
         "generate": (
             [gpt2, "a cat", "--max-new-tokens=3"],
-            opt.list_options(opt.GenerateOptions, GenerationConfig),
+            list_options(opt.GenerateOptions, GenerationConfig),
         ),
-        "fill": ([bert, "a [MASK] slept"], opt.list_options(opt.FillOptions)),
-        "embed": ([bert, "a cat", "a dog"], opt.list_options(opt.EmbedOptions)),
-        "export": ([bert, "--output-dir=out"], opt.list_options(ExportOptions)),
-        "show": (["bert-tiny", "--data", fixtures.shards], opt.list_options(opt.ShowOptions, Recipe)),
-        "models": ([], opt.list_options(opt.JsonOptions)),
+        "fill": ([bert, "a [MASK] slept"], list_options(opt.FillOptions)),
+        "embed": ([bert, "a cat", "a dog"], list_options(opt.EmbedOptions)),
+        "export": ([bert, "--output-dir=out"], list_options(ExportOptions)),
+        "show": (["bert-tiny", "--data", fixtures.shards], list_options(opt.ShowOptions, Recipe)),
+        "models": ([], list_options(opt.JsonOptions)),
     }
     weights = [6, 6, 10, 10, 3, 8, 6, 8, 4, 2, 1]
     paths = [text, rows, bert, gpt2, fixtures.shards, fixtures.folder / "none", "/dev/null", "", "a" * 300]
 
-    def value_of(rng: random.Random, option: opt.Option) -> Any:
+    def value_of(rng: random.Random, option: Option) -> Any:
         if option.choices and rng.random() < 0.5:
             return rng.choice(option.choices)
         if rng.random() < 0.2:
