@@ -32,7 +32,7 @@ from firth.train import Recipe
 SMALL = ["--max-seq-length=32", "--per-device-train-batch-size=4", "--no-compile", "--no-bf16"]
 TINY = ["model.num_layers=1", "model.dim=32", "model.mlp.dim=64"]
 REPEATABLE = ("data", "ensemble", "with", "among", "stop", "target-text", "fit")
-REPEATABLE_ELSEWHERE = {"predict": {"data"}}  # names of options that this command takes once
+REPEATABLE_ELSEWHERE = {"predict": {"data"}, "export": {"data"}}  # names of options that this command takes once
 REPEATABLE_BY_NAME = ("task", "train", "dev", "prefix")  # of finetune: NAME=VALUE
 WITHOUT_JSON = ("chat", "serve")
 COMMANDS = sorted(command.name or command.callback.__name__ for command in app.registered_commands if command.callback)

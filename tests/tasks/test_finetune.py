@@ -362,7 +362,7 @@ def test_shots_limit_the_training_examples(
 ) -> None:
     module = sys.modules["firth.tasks.train_seed"]
     seen = []
-    monkeypatch.setattr(module, "train_seed", lambda job, seed, resume: seen.append((job, seed)))
+    monkeypatch.setattr(module, "train_seed", lambda job, seed, *rest: seen.append((job, seed)))
     monkeypatch.setattr(sys.modules["firth.tasks.finetune"], "summarize_seeds", lambda *a: {})
     finetune(recipe(checkpoint_of("bert"), toy, tmp_path / "run", shots=8, seeds=2))
     drawn = [job.train_indices[seed] for job, seed in seen]

@@ -150,7 +150,7 @@ def refuse_options(options: Mapping[str, Any], cause: str) -> None:
     examples="""
 firth prepare books/ --tokenizer tok --output-dir shards
 firth prepare books/ --tokenizer tok --output-dir shards --dedup near
-firth prepare s3://bucket/text --tokenizer tok --output-dir s3://bucket/shards --engine ray --address auto
+firth prepare s3://b/text --tokenizer tok --output-dir s3://b/out --engine ray
 """,
 )
 def prepare(json: bool, **options: Any) -> None:

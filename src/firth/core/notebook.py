@@ -15,7 +15,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, TypeVar
 
 from firth.core.console import escape_controls
-from firth.core.errors import shorten
+from firth.core.errors import quote, shorten
 from firth.core.html import HtmlPage, format_cell, read_template, render_template
 
 ItemT = TypeVar("ItemT")
@@ -63,7 +63,7 @@ def format_short(value: Any) -> str:
     '[0, 1, 2, 3, 4, 5, ...] (100)'
     """
     if isinstance(value, Mapping):
-        items = [f"{key!r}: {format_short(item)}" for key, item in list(value.items())[:MAX_REPR_ITEMS]]
+        items = [f"{quote(key)}: {format_short(item)}" for key, item in list(value.items())[:MAX_REPR_ITEMS]]
         return shorten(_join_items("{", items, "}", len(value)), MAX_REPR_CHARS)
     if isinstance(value, list | tuple):
         items = [format_short(item) for item in value[:MAX_REPR_ITEMS]]

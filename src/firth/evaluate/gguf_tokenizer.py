@@ -18,7 +18,7 @@ import json
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
-from firth.core.errors import UserError
+from firth.core.errors import UserError, quote
 from firth.evaluate.gguf_writer import Int32s
 from firth.models import ModelConfig, make_sequence_template
 from firth.tasks.chat import CHAT_TEMPLATE_KEY
@@ -72,7 +72,7 @@ def make_gguf_tokenizer(tokenizer: Tokenizer, config: ModelConfig) -> GGUFTokeni
     texts = [text for text, _ in pieces]
     if len(set(texts)) < len(texts):
         twice = next(text for text in texts if texts.count(text) > 1)
-        raise UserError(f"llama.cpp needs distinct tokens, and {twice!r} occurs twice in this vocabulary.")
+        raise UserError(f"llama.cpp needs distinct tokens, and {quote(twice)} occurs twice in this vocabulary.")
     entries |= {"tokens": texts, "token_type": Int32s([kind for _, kind in pieces])}
     entries |= special_token_entries(tokenizer, config)
     metadata = {f"tokenizer.ggml.{name}": value for name, value in entries.items()}

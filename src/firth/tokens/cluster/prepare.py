@@ -26,7 +26,7 @@ from typing import Any
 import numpy as np
 
 from firth.core.console import format_count, progress, say, warn
-from firth.core.errors import UserError, did_you_mean
+from firth.core.errors import UserError, did_you_mean, quote
 from firth.core.files import MANIFEST_FILE, open_in_place
 from firth.text import Corpus, SalientSpanFinder, salient_finder_name
 from firth.text.corpus import (
@@ -417,6 +417,6 @@ def merge(
 def report_skipped(skipped: Sequence[Mapping[str, Any]]) -> None:
     """Say which documents were skipped."""
     for document in skipped[:MAX_SHOWN_SKIPPED]:
-        warn(f"skipped {document['document']!r}: {document['reason']}")
+        warn(f"skipped {quote(document['document'])}: {document['reason']}")
     if len(skipped) > MAX_SHOWN_SKIPPED:
         warn(f"{len(skipped) - MAX_SHOWN_SKIPPED:,} more skipped documents: see `skipped` in {MANIFEST_FILE}.")
