@@ -140,9 +140,11 @@ def model_command(rng: random.Random, folder: Path, family: str, checkpoint: Pat
         else ["fill", checkpoint, "a [MASK] slept"],
         ["finetune", checkpoint, *files],
         ["export", checkpoint, "--output-dir", out],
+        ["export", checkpoint, "--output-dir", out, "--format=gguf", "--dtype", rng.choice(["f32", "q8_0"])],
+        ["push", checkpoint, "me/animals"],
         ["pretrain", checkpoint, "--data", fixtures.shards, "--output-dir", out, "--dry-run"],
     ]
-    return Case(rng.choices(commands, [3, 3, 2, 2, 1])[0])
+    return Case(rng.choices(commands, [3, 3, 2, 2, 1, 1, 1])[0])
 
 
 def checkpoint_file(name: str, fixtures: Fixtures) -> MakeCase:
@@ -241,6 +243,7 @@ def command_lines(fixtures: Fixtures) -> MakeCase:
     from firth.cli import options as opt
     from firth.cli.command import Option, list_options
     from firth.cli.export import ExportOptions
+    from firth.cli.push import PushOptions
     from firth.generate.config import GenerationConfig
     from firth.tasks import FinetuneRecipe
     from firth.train import Recipe
@@ -270,8 +273,14 @@ def command_lines(fixtures: Fixtures) -> MakeCase:
         "export": ([bert, "--output-dir=out"], list_options(ExportOptions)),
         "show": (["bert-tiny", "--data", fixtures.shards], list_options(opt.ShowOptions, Recipe)),
         "models": ([], list_options(opt.JsonOptions)),
+        "predict": ([fixtures.classify / "final", "a cat slept"], list_options(opt.PredictOptions)),
+        "check": ([text, "--kinds=none", "--output-dir=out"], list_options(opt.CheckOptions)),
+        "plan": (["bert-tiny", "--data", fixtures.shards], list_options(opt.PlanOptions)),
+        "adapt": ([bert, "--data", text, "--output-dir=out", "--dry-run"], list_options(opt.AdaptOptions, Recipe)),
+        "doctor": ([fixtures.bert], list_options(opt.DoctorOptions)),
+        "push": ([bert, "me/animals"], list_options(PushOptions)),  # tests have no network
     }
-    weights = [6, 6, 10, 10, 3, 8, 6, 8, 4, 2, 1]
+    weights = [6, 6, 10, 10, 3, 8, 6, 8, 4, 2, 1, 5, 3, 2, 4, 1, 2]
     paths = [text, rows, bert, gpt2, fixtures.shards, fixtures.folder / "none", "/dev/null", "", "a" * 300]
 
     def value_of(rng: random.Random, option: Option) -> Any:
@@ -298,8 +307,9 @@ def command_lines(fixtures: Fixtures) -> MakeCase:
                 words += [value] if option.argument else [option.flag.encode() + b"=" + value]
         if rng.random() < 0.1:
             del words[rng.randrange(1, len(words) + 1) :]
-        is_cut = name == "generate"  # before --regex or the like is satisfied: exit code 1
-        return Case(words, owned=(folder / "out",), codes=(0, 1, 2) if is_cut else (0, 2))
+        # 1: a text that is cut before --regex or the like is satisfied; an ill run
+        may_be_one = name in ("generate", "doctor")
+        return Case(words, owned=(folder / "out",), codes=(0, 1, 2) if may_be_one else (0, 2))
 
     return make
 
@@ -403,6 +413,8 @@ def run_folders(fixtures: Fixtures) -> MakeCase:
             else:
                 mutate_file(rng, path, by_extension(path) if path.stat().st_size else mutate_bytes)
         last = rng.choice([["--resume"]] * 6 + [["--overwrite"], []])
+        if rng.random() < 0.3:
+            return Case(["doctor", run], owned=(run,), codes=(0, 1, 2))
         if is_pretraining:
             command = ["pretrain", "bert-tiny", "--data", fixtures.shards, *SIZES, *STEPS, "--output-dir", run, *last]
         else:

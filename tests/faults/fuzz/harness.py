@@ -2,8 +2,8 @@
 """Run commands on mutated inputs in forked processes, and count what happens to each input.
 
 *accepted*: exit code 0. *refused*: exit code 2 and an error message, or 1 and a note for a text that is cut before its
-schema is satisfied. *broken*: everything else, that is a traceback, another exit code, more than 20 s, more than 2 GB
-of additional memory, or a user's file that changed or is gone.
+schema is satisfied, or for an ill run of `doctor`. *broken*: everything else, that is a traceback, another exit code,
+more than 20 s, more than 2 GB of additional memory, or a user's file that changed or is gone.
 
 A child process runs many inputs one after the other in one interpreter, because forking a process that has loaded torch
 takes longer than most inputs. A broken input runs again in a process of its own, and the second outcome counts.
@@ -147,8 +147,8 @@ def find_fault(code: int, case: Case, output: str, lost: list[str], used_bytes: 
         return f"traceback: {output.strip().splitlines()[-1][:200]}"
     if code not in case.codes:
         return f"exit code {code}"
-    is_cut = code == 1 and "was satisfied" in output
-    return "no error message" if code and "error:" not in output and not is_cut else ""
+    is_told = code == 1 and ("was satisfied" in output or case.arguments[0] == "doctor")
+    return "no error message" if code and "error:" not in output and not is_told else ""
 
 
 @contextlib.contextmanager
@@ -230,15 +230,20 @@ def run_cases(make: MakeCase, seed: str, indices: Sequence[int], work: Path, inp
         folder = work / f"case-{index}"
         remove(folder)
         folder.mkdir(parents=True)
-        case = make(random.Random(f"{seed} {index}"), folder)
+        try:
+            case = make(random.Random(f"{seed} {index}"), folder)
+        except Exception:  # a fault of the attack: told with the others, so that no count is lost
+            told = (index, "broken", "no input was made", "", traceback.format_exc())
+            os.write(pipe, json.dumps(told).encode() + b"\n")
+            continue
         before = stat_files(inputs)
         kind, reason, output = run_case(case, folder, work / "output")
         after = stat_files(inputs)
         if changed := [name for name, info in before.items() if after[name] != info]:
             kind, reason = "broken", f"loss: {', '.join(changed[:3])}"
         words = " ".join(map(os.fsdecode, case.arguments)).encode(errors="replace").decode()
-        told = (words[:1000], output[-2000:]) if kind == "broken" else ()
-        os.write(pipe, json.dumps([index, kind, reason, *told]).encode() + b"\n")
+        details = (words[:1000], output[-2000:]) if kind == "broken" else ()
+        os.write(pipe, json.dumps([index, kind, reason, *details]).encode() + b"\n")
         os.chdir(work)
         remove(folder)
 
@@ -280,11 +285,15 @@ def fork(function: Callable[..., None], *arguments: Any) -> int:
         os._exit(code)
 
 
-def run_processes(function: Callable[..., None], arguments: Sequence[Sequence[Any]]) -> None:
-    """Call a function once for each list of arguments, each in a process of its own, all at once."""
+def run_processes(function: Callable[..., None], arguments: Sequence[Sequence[Any]]) -> int:
+    """Call a function once for each list of arguments, each in a process of its own, all at once.
+
+    Returns the number of processes that failed.
+    """
     failed = [status for status in map(wait, [fork(function, *given) for given in arguments]) if status]
     if failed:
         print(f"{len(failed)} of {len(arguments)} processes failed", file=sys.stderr)
+    return len(failed)
 
 
 def wait(pid: int) -> int:

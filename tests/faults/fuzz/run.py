@@ -51,7 +51,7 @@ class Attack:
         self.table = Table()
 
     def run(self, num_cases: int) -> None:
-        """Run until every group has its share of the cases, or until the time is over; write the table at the end."""
+        """Run until every group has its share, or until the time is over; write the table after each turn."""
         options = self.options
         total = sum(WEIGHTS.get(name, 1.0) for name in options.groups)
         goals = {name: round(num_cases * WEIGHTS.get(name, 1.0) / total) for name in options.groups}
@@ -65,7 +65,7 @@ class Attack:
                 self.run_group(name, makers[name], start, min(CASES_PER_PROCESS, goals[name] - start))
             if self.output_dir and options.processes == 1:
                 (self.output_dir / "table.md").write_text(f"{self.table}\n")
-        (self.work / f"table-{self.seed}.json").write_text(self.table.to_json())
+            (self.work / f"table-{self.seed}.json").write_text(self.table.to_json())
 
     def run_group(self, name: str, make: MakeCase, start: int, num_cases: int) -> None:
         folder, seed = self.work / f"cases-{self.seed}", f"{self.seed} {name}"
@@ -105,18 +105,20 @@ def main() -> None:
         n = options.processes
         seeds = [options.seed] if n == 1 else [f"{options.seed}.{i}" for i in range(n)]
         attacks = [Attack(options, fixtures, seed, work, began) for seed in seeds]
-        run_processes(Attack.run, [(attack, -(-options.cases // n)) for attack in attacks])
+        failed = run_processes(Attack.run, [(attack, -(-options.cases // n)) for attack in attacks])
         for path in sorted(work.glob("table-*.json")):
             table.add_json(path.read_text())
     finally:
         shutil.rmtree(work, ignore_errors=True)
     words = f"{table}\n\n{time.monotonic() - began:.0f} s, {options.processes} processes"
+    if failed:
+        words += f", {failed} of which failed: their last inputs are not counted"
     print(words)
     if options.output_dir:
         (options.output_dir / "table.md").write_text(f"{words}\n")
     for name, outcome in table.broken[:200]:
         print(f"\n{name} {outcome.index}: {outcome.reason}\n  firth {outcome.arguments[:300]}")
-    sys.exit(bool(table.broken))
+    sys.exit(bool(table.broken or failed))
 
 
 if __name__ == "__main__":

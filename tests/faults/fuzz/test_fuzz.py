@@ -20,7 +20,7 @@ from faults.fuzz.harness import Case, Table, list_inputs, run_group, temporary_f
 from faults.fuzz.kills import Kills, make_jobs, use_small_chunks
 from faults.fuzz.mutators import RAW, dump_json, mutate_bytes, mutate_value
 
-CI_CASES = 8  # of each group
+CI_CASES = 12  # of each group
 SLOW_CASES = int(os.environ.get("FUZZ_CASES", "3500"))
 SLOW_KILLS = int(os.environ.get("FUZZ_KILLS", "150"))  # of each command
 JOBS = ("bert", "gpt2", "t5", "word2vec", "finetune", "LoRA", "prepare")
@@ -123,6 +123,28 @@ def test_the_harness_tells(kind: str, expected: tuple[str, str], work: Path, mon
     monkeypatch.setattr("faults.fuzz.harness.MAX_MEMORY_BYTES", 10**8)
     (only,) = run_group(make, "0", 1, work / "own")
     assert (only.kind, only.reason.split(":")[0]) == expected
+
+
+@pytest.mark.parametrize(("fault", "reason"), [("error", "no input was made"), ("kill", "the process ended (9)")])
+def test_a_fault_of_the_attack_costs_no_counts(
+    fault: str, reason: str, work: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also where the process ends before it has opened the file for the output, and where the input is tried again."""
+
+    def make(rng: random.Random, folder: Path) -> Case:
+        if folder.name == "case-1":
+            assert fault == "kill", "a fault of a mutator"
+            os.kill(os.getpid(), 9)
+        return Case(["accepted"])
+
+    monkeypatch.setattr("faults.fuzz.harness.run_command", harm)
+    outcomes = list(run_group(make, "0", 3, work / fault))
+    assert [(o.index, o.kind, o.reason) for o in outcomes] == [
+        (0, "accepted", ""),
+        (1, "broken", reason),
+        (2, "accepted", ""),
+    ]
+    assert ("a fault of a mutator" in outcomes[1].output) == (fault == "error")
 
 
 def test_mutators_depend_on_the_seed_alone() -> None:
