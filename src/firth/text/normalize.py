@@ -12,6 +12,7 @@ import unicodedata
 from collections import Counter
 from collections.abc import Callable
 from functools import partial
+from itertools import groupby
 
 from firth.core.errors import UserError, did_you_mean
 
@@ -39,6 +40,7 @@ SCRIPT_OF_LETTER = {
     **{chr(c): "Greek" for c in range(0x370, 0x400) if chr(c).isalpha()},
     **{chr(c): "Cyrillic" for c in range(0x400, 0x530) if chr(c).isalpha()},
 }
+MANY_MARKS = re.compile(r"[^\w\s!-~]{32,}+")  # combining marks, and other characters that are no letters
 LETTERS_REGEX = re.compile(r"[^\W\d_]+")
 
 
@@ -66,6 +68,19 @@ def repair_word_script(word: str) -> str:
     return repaired if len(repaired) == len(word) else word
 
 
+def normalize_unicode(form: str, text: str) -> str:
+    """Return NFC or NFKC in linear time: `unicodedata` sorts marks by insertion, so they are sorted before."""
+    if not text.isascii():
+        text = MANY_MARKS.sub(lambda match: sort_marks(match[0]), text)
+    return unicodedata.normalize(form, text)
+
+
+def sort_marks(text: str) -> str:
+    """Bring the combining marks of each letter into their canonical order (Unicode, section 3.11, D109)."""
+    runs = groupby(text, key=lambda c: unicodedata.combining(c) > 0)
+    return "".join(c for is_marks, run in runs for c in (sorted(run, key=unicodedata.combining) if is_marks else run))
+
+
 def replace_lookalikes(text: str) -> str:
     """Repair every word that mixes letters of Latin, Cyrillic and Greek."""
     return text if text.isascii() else LETTERS_REGEX.sub(lambda match: repair_word_script(match[0]), text)
@@ -73,8 +88,8 @@ def replace_lookalikes(text: str) -> str:
 
 # NFC composes a letter and its accent; NFKC also replaces compatibility characters: ligatures, wide letters, ² by 2.
 NORMALIZERS: dict[str, Callable[[str], str]] = {
-    "nfc": partial(unicodedata.normalize, "NFC"),
-    "nfkc": partial(unicodedata.normalize, "NFKC"),
+    "nfc": partial(normalize_unicode, "NFC"),
+    "nfkc": partial(normalize_unicode, "NFKC"),
     "lower": str.lower,
     **{name: partial(re.compile(regex).sub, content) for name, (regex, content) in REPLACEMENTS.items()},
     "lookalikes": replace_lookalikes,

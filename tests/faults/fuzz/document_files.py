@@ -101,10 +101,13 @@ def make_pdf(text: str) -> bytes:
     return bytes(out + b"trailer << /Size 6 /Root 1 0 R >>\nstartxref\n%d\n%%%%EOF\n" % start)
 
 
+# expat knows four encodings, and asks Python for the others.
+XML_ENCODINGS = ("shift_jis", "utf-7", "idna", "no-such", "utf-16")
 DOCUMENT_FILES = {
     "a.warc": WARC,
     "a.wet": warc_record("conversion", "text/plain", PROSE.encode()),
     "a.xml": DUMP,
+    **{f"{name}.xml": f'<?xml version="1.0" encoding="{name}"?>'.encode() + DUMP for name in XML_ENCODINGS},
     "a.html": HTML,
     "a.pdf": make_pdf(PROSE),
     "a.mbox": MBOX,

@@ -30,6 +30,7 @@ from faults.fuzz.mutators import (
     mutate_json,
     mutate_jsonl,
     mutate_lines,
+    mutate_text,
     mutate_value,
     odd_value,
 )
@@ -452,7 +453,7 @@ def texts(fixtures: Fixtures) -> MakeCase:
             path = folder / f"bomb.txt{(extension := rng.choice(['.gz', '.xz', '.bz2', '.zst']))}"
             path.write_bytes(bomb(extension, rng.choice([b"\0", b" ", b"a", b"\n"]), 40))
         else:
-            path = write_input(rng, folder, "text.txt", mutate_bytes(rng, data), 0.35)
+            path = write_input(rng, folder, "text.txt", mutate_text(rng, data), 0.35)
         options: list[Any] = ["--output-dir", folder / "out"]
         if rng.random() < 0.4:
             options += [
@@ -589,7 +590,7 @@ def documents(fixtures: Fixtures) -> MakeCase:
                 bomb(extension, rng.choice([b"\0", b"<a>", b"From a 2024\n\n", b"WARC/1.0\r\n", b"x"]), 40)
             )
         else:
-            data = mutate_bytes(rng, DOCUMENT_FILES[name]) if rng.random() < 0.95 else DOCUMENT_FILES[name]
+            data = mutate_text(rng, DOCUMENT_FILES[name]) if rng.random() < 0.95 else DOCUMENT_FILES[name]
             path = write_input(rng, folder, name, data)
         options: list[Any] = ["--output-dir", folder / "out"]
         if rng.random() < 0.2:

@@ -31,6 +31,35 @@ ODD_BYTES = [
     *(b"\0", b"\xff", b"\xff\xfe", b"\xef\xbb\xbf", b"\r", b"\n\n\n", b"\x80", b"\xed\xa0\x80", b'"', b"{", b"}", b"["),
     *(b"\xc3", b"\t", b",", b":", b"\\", b"\x1b[2J", b"- ", b"&a [*a]", b"\x1f\x8b", b"PK\x03\x04", b"\0" * 64),
 ]
+REPEATED_UNITS = [
+    *(b"a", b",", b" ", b"\t", b" \t", b"\n", b"-\n", b"a-", b"(", b")", b"[", b"[[", b"{{", b"{|\n", b"|", b"<"),
+    *(
+        b"<a ",
+        b"<!--",
+        b"<a b='",
+        b"</",
+        b"&",
+        b"&#",
+        b"9",
+        b"=",
+        b"'''a",
+        b"[http:",
+        b"@",
+        b">\n",
+        b"a \n",
+        b";",
+        b"A. ",
+    ),
+    *(
+        b"2024:\n>\n",
+        "\u0301".encode(),
+        "\u0301\u0327".encode(),
+        "\u0436".encode(),
+        "\u8a9e".encode(),
+        b"\xff",
+        b"=?utf-8?q?",
+    ),
+]
 COMPRESS: dict[str, Callable[[bytes], bytes]] = {
     ".gz": lambda data: gzip.compress(data, 1),
     ".bz2": lambda data: bz2.compress(data, 1),
@@ -145,6 +174,20 @@ def mutate_bytes(rng: random.Random, data: bytes) -> bytes:
         else:
             changed[start:start] = rng.choice(ODD_TEXTS).encode("utf-8", "surrogatepass")
     return bytes(changed)
+
+
+def repeat_unit(rng: random.Random, data: bytes) -> bytes:
+    """Insert a unit of the input, or one that begins some markup, 20 to 500 kB of it: readers must take linear time."""
+    start = rng.randrange(len(data) + 1)
+    unit = data[start : start + rng.choice([1, 2, 3, 5, 10, 40])] or b"a"
+    unit = rng.choice([unit, rng.choice(REPEATED_UNITS)])
+    at, size = rng.randrange(len(data) + 1), int(20_000 * 25 ** rng.random())
+    return data[:at] + unit * (size // len(unit)) + data[at:]
+
+
+def mutate_text(rng: random.Random, data: bytes) -> bytes:
+    """Change the bytes of a text or a document, or repeat a unit of it."""
+    return repeat_unit(rng, data) if rng.random() < 0.1 else mutate_bytes(rng, data)
 
 
 def mutate_lines(rng: random.Random, data: bytes, separator: bytes) -> bytes:

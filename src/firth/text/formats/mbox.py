@@ -7,68 +7,41 @@ other messages of the archive, and signatures, unless `keep` names them.
 
 from __future__ import annotations
 
-import email.policy
 import re
 from collections import Counter
 from collections.abc import Collection, Iterator
 from email.errors import MessageError
 from email.message import EmailMessage, MIMEPart
 from email.parser import BytesParser
-from html.parser import HTMLParser
+from email.policy import EmailPolicy
+from functools import lru_cache
 from pathlib import Path
-from typing import IO
+from typing import IO, Any
 
 from firth.core.errors import UserError
+from firth.text.formats.mail_html import BLANK_LINES, html_to_text
 from firth.text.formats.web_page import decode_declared, decode_page
 from firth.text.open_text import ReadProgress, encoding_hint, open_decompressed
 
 MAX_MESSAGE_BYTES = 2**26  # with attachments; a larger one is skipped
 MAX_TEXT_BYTES = 2**23  # of the part that is read
 SHOWN_HEADERS = ("From", "To", "Cc", "Date", "Subject")
-FROM_LINE = re.compile(rb"From \S+.{0,200}\d{4}")
+MAX_HEADER_CHARS = 5000  # of a subject or a list of addresses; the rest is left out
+MAX_CONTENT_HEADER_CHARS = 1000  # of Content-Type and the like
+MAX_FROM_LINE_BYTES = 1000  # of a line that begins a message
+FROM_LINE = re.compile(rb"From \S++.{0,200}?\d{4}")
 QUOTED_FROM = re.compile(rb"^>(>*From )", re.MULTILINE)
 QUOTED_LINE = re.compile(r"\s*(?:>|\|(?=\s))")
 # The line above a quoted text ends with a colon and has a date or an address: "On 3 May 2024, Ada <ada@a.org> wrote:".
 DATE_OR_ADDRESS = re.compile(r"@|\b(?:19|20)\d\d\b|\d:\d\d|\b\d{1,2}[./]\d{1,2}[./]")
-WRAPPED_ATTRIBUTION = re.compile(rf"(?:{DATE_OR_ADDRESS.pattern}).*[^.!?:\s]\s*$")
+SENTENCE_ENDS = (".", "!", "?", ":")
 MAX_ATTRIBUTION_CHARS = 250
 MAX_ATTRIBUTION_LINES = 3
+MAX_ATTRIBUTION_GAP = 5  # blank lines between it and the quoted text
 ORIGINAL_MESSAGE = re.compile(
     r"\s*-{3,}\s*(?:Original Message|Forwarded message|Urspr|Message d'origine)", re.IGNORECASE
 )
 SIGNATURE_MARK = "-- "
-BLANK_LINES = re.compile(r"\n{3,}")
-BLOCK_TAGS = frozenset(
-    (
-        "address",
-        "article",
-        "aside",
-        "blockquote",
-        "br",
-        "dd",
-        "div",
-        "dl",
-        "dt",
-        "footer",
-        "header",
-        "hr",
-        "li",
-        "ol",
-        "h1",
-        "h2",
-        "h3",
-        "h4",
-        "h5",
-        "h6",
-        "p",
-        "pre",
-        "section",
-        "table",
-        "tr",
-        "ul",
-    )
-)
-HIDDEN_TAGS = frozenset(("script", "style", "head", "title", "template"))
 
 
 def read_mbox_texts(
@@ -95,7 +68,7 @@ def split_messages(file: IO[bytes], name: str) -> Iterator[bytes | None]:
     lines: list[bytes] = []
     size, after_blank, has_message = 0, True, False
     while line := file.readline(MAX_MESSAGE_BYTES):
-        if after_blank and FROM_LINE.match(line):
+        if after_blank and FROM_LINE.match(line, 0, MAX_FROM_LINE_BYTES):
             if has_message:
                 yield b"".join(lines) if size <= MAX_MESSAGE_BYTES else None
             lines, size, has_message = [], 0, True
@@ -115,9 +88,21 @@ def split_messages(file: IO[bytes], name: str) -> Iterator[bytes | None]:
         yield b"".join(lines) if size <= MAX_MESSAGE_BYTES else None
 
 
+class MailPolicy(EmailPolicy):
+    """Parse the beginning of each header, once: the `email` package takes 10 µs for a character, at each access."""
+
+    @lru_cache(maxsize=32)  # noqa: B019, there is one policy
+    def header_fetch_parse(self, name: str, value: str) -> Any:
+        is_content = name.lower().startswith("content-")
+        return super().header_fetch_parse(name, value[: MAX_CONTENT_HEADER_CHARS if is_content else MAX_HEADER_CHARS])
+
+
+MAIL_POLICY = MailPolicy()
+
+
 def extract_message(data: bytes, encoding: str, keep: Collection[str]) -> str | None:
     """Return the subject or the headers, and the text of a message; None if it has no text."""
-    message = BytesParser(policy=email.policy.default).parsebytes(QUOTED_FROM.sub(rb"\1", data))
+    message = BytesParser(policy=MAIL_POLICY).parsebytes(QUOTED_FROM.sub(rb"\1", data))
     assert isinstance(message, EmailMessage)
     part = message.get_body(preferencelist=("plain", "html"))
     body = extract_part(part, encoding, keep) if part is not None else None
@@ -166,19 +151,17 @@ def join_flowed(text: str, remove_space: bool = False) -> str:
     >>> join_flowed("a long \nline\n-- \nme")
     'a long line\n-- \nme'
     """
-    joined: list[str] = []
+    joined: list[list[str]] = []  # the pieces of each line
     is_open, depth = False, 0
     for line in text.split("\n"):
         new_depth = len(line) - len(line.lstrip(">"))
         content = line[new_depth:].removeprefix(" ")
-        if is_open and new_depth == depth and content != SIGNATURE_MARK:
-            joined[-1] += content
-        else:
-            joined.append(">" * new_depth + (" " if new_depth else "") + content)
+        is_continued = is_open and new_depth == depth and content != SIGNATURE_MARK
+        if not is_continued:
+            joined.append([">" * new_depth + (" " if new_depth else "")])
         is_open, depth = content.endswith(" ") and content != SIGNATURE_MARK, new_depth
-        if is_open and remove_space:
-            joined[-1] = joined[-1][:-1]
-    return "\n".join(joined)
+        joined[-1].append(content[:-1] if is_open and remove_space else content)
+    return "\n".join(map("".join, joined))
 
 
 def remove_signature(text: str) -> str:
@@ -209,58 +192,23 @@ def remove_attribution(lines: list[str]) -> None:
 
     A line above belongs to it if it has a date or an address and does not end a sentence.
     """
-    end = len(lines)
-    while end and not lines[end - 1].strip():
+    end, first = len(lines), max(0, len(lines) - MAX_ATTRIBUTION_GAP)
+    while end > first and not lines[end - 1].strip():
         end -= 1
     start = end - 1
-    while start > 0 and end - start < MAX_ATTRIBUTION_LINES and WRAPPED_ATTRIBUTION.search(lines[start - 1]):
+    while start > 0 and end - start < MAX_ATTRIBUTION_LINES and is_wrapped_attribution(lines[start - 1]):
         start -= 1
     attribution = " ".join(lines[max(start, 0) : end]).strip()
     if len(attribution) <= MAX_ATTRIBUTION_CHARS and attribution.endswith(":") and DATE_OR_ADDRESS.search(attribution):
         del lines[start:]
 
 
-class MailHtmlParser(HTMLParser):
-    """Collect the text of an HTML mail: it has no menus, so that all of it is text."""
+def is_wrapped_attribution(line: str) -> bool:
+    """Whether a line has a date or an address and does not end a sentence.
 
-    def __init__(self) -> None:
-        super().__init__(convert_charrefs=True)
-        self.pieces: list[str] = []
-        self._hidden = self._quoted = 0
-
-    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
-        self._hidden += tag in HIDDEN_TAGS
-        if tag == "blockquote":
-            self._quoted += 1
-        if tag in BLOCK_TAGS:
-            self.pieces.append("\n")
-
-    def handle_endtag(self, tag: str) -> None:
-        self._hidden = max(0, self._hidden - (tag in HIDDEN_TAGS))
-        if tag == "blockquote":
-            self._quoted = max(0, self._quoted - 1)
-        if tag in BLOCK_TAGS:
-            self.pieces.append("\n")
-
-    def handle_data(self, data: str) -> None:
-        if not self._hidden:
-            words = " ".join(data.split())
-            before, after = data[:1].isspace(), data[-1:].isspace()
-            piece = " " * before + words + " " * (after and bool(words))
-            self.pieces.append(("> " if self._quoted and words and self._at_line_start() else "") + piece)
-
-    def _at_line_start(self) -> bool:
-        return not self.pieces or self.pieces[-1].endswith("\n")
-
-
-def html_to_text(page: str) -> str:
-    """Return the text of an HTML mail; block elements begin a line, and quotations begin with `> `.
-
-    >>> html_to_text("<p>One <b>two</b></p><blockquote>old</blockquote>")
-    'One two\\n\\n> old'
+    >>> is_wrapped_attribution("On 3 May 2024, Ada"), is_wrapped_attribution("We met in May 2024.")
+    (True, False)
     """
-    parser = MailHtmlParser()
-    parser.feed(page)
-    parser.close()
-    lines = "".join(parser.pieces).split("\n")
-    return BLANK_LINES.sub("\n\n", "\n".join(" ".join(line.split()) for line in lines)).strip()
+    return len(line) <= MAX_ATTRIBUTION_CHARS and bool(
+        DATE_OR_ADDRESS.search(line) and not line.rstrip().endswith(SENTENCE_ENDS)
+    )

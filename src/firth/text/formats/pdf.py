@@ -31,7 +31,8 @@ MAX_PAGE_OPERATIONS = 200_000  # of a page; one of text has some thousands, a ma
 MAX_PDF_CHARS = 2**26
 MIN_REPEATED_PAGES = 3  # a line on as many pages, and on half of all, is a header or a footer
 DIGITS = re.compile(r"\d+")
-HYPHENATED = re.compile(r"(\w+)[-\u2010\u00ad]\n(\w+)")
+# A word is tried from its start alone, without backtracking: linear time for any text.
+HYPHENATED = re.compile(r"(?<!\w)(\w++)[-\u2010\u00ad]\n(\w++)")
 WORD = re.compile(r"\w+(?:-\w+)*")
 
 

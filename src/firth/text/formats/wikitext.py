@@ -15,11 +15,13 @@ Broken markup is text in MediaWiki, and its text is kept here. Every step takes 
 
 from __future__ import annotations
 
-import html
 import re
 from collections.abc import Collection, Iterator
 
+from firth.text.formats.mail_html import unescape_html
+
 MAX_NESTING = 100  # levels of templates, links and tables; MediaWiki allows 100 expansions in each other
+MAX_TABLES = 10  # levels of tables; each looks at every line within it, if nobody closes it
 FILE_NAMESPACES = frozenset({"file", "image", "media", "category"})  # valid in every language, beside the local names
 
 # Tags whose content is no wikitext of the page. MediaWiki and its extensions read it themselves.
@@ -42,8 +44,8 @@ LINE_BREAK_TAG = re.compile(r"<(?:br|hr)\b[^<>]*>|</(?:p|div|li|blockquote)\s*>"
 
 NESTED_TOKEN = re.compile(r"^[ \t:]*\{\|(?!\})|^[ \t]*\|\}(?!\})|\{\{|\}\}|\[\[|\]\](?!\](?!\]))|\|", re.MULTILINE)
 TEMPLATE_ARGUMENT = re.compile(r"\{\{\{[^{}]*\}\}\}")
-NAMED_ARGUMENT = re.compile(r"\s*[\w -]+=")
-EXTERNAL_LINK = re.compile(r"\[(?:https?:|ftp:|mailto:|//)[^\s\[\]<>]*([^\[\]\n]*)\]")
+NAMED_ARGUMENT = re.compile(r"\s*+[\w -]++=")
+EXTERNAL_LINK = re.compile(r"\[(?:https?:|ftp:|mailto:|//)[^\s\[\]<>]*+([^\[\]\n]*+)\]")
 LANGUAGE_LINK = re.compile(r"[a-z]{2,3}(?:-[a-z]{2,8})?:\S")
 VARIANT = re.compile(r"-\{([^{}]*)\}-")  # of a language with several scripts: -{zh-hans:网;zh-hant:網}-
 BEHAVIOR_SWITCH = re.compile(r"__[A-Z]{3,30}__")  # __NOTOC__
@@ -56,7 +58,7 @@ SPACES = re.compile(r"[ \t\u00a0\u2009\u202f]+")
 EMPTY_BRACKETS = re.compile(r" ?\([\s,;:]*\)")
 SPACE_BEFORE = re.compile(r" ([,.)])(?=[\s,.;:)]|$)", re.MULTILINE)
 MARK_AFTER_BRACKET = re.compile(r"\([ ,;:]+")
-MARK_BEFORE_BRACKET = re.compile(r"[ ,;:]+\)")
+MARK_BEFORE_BRACKET = re.compile(r"(?<![ ,;:])[ ,;:]++\)")  # tried at the start of a run alone: linear time
 BLANK_LINES = re.compile(r"\n{3,}")
 
 # Templates that show an argument: its number, from 0, among those without a name. -1 is the last.
@@ -104,7 +106,7 @@ def extract_wikitext(source: str, file_namespaces: Collection[str] = FILE_NAMESP
     text = EXTERNAL_LINK.sub(lambda match: match[1].strip(), text)
     text = HTML_TAG.sub("", LINE_BREAK_TAG.sub("\n", text))
     text = "\n".join(format_lines(BEHAVIOR_SWITCH.sub("", text)))
-    text = html.unescape(LEFT_BRACES.sub("", text))
+    text = unescape_html(LEFT_BRACES.sub("", text))
     return tidy(LITERAL_MARK.sub(lambda match: literals[int(match[1])], tidy(text)))
 
 
@@ -131,7 +133,7 @@ def remove_opaque_tags(text: str, literals: list[str]) -> str:
                     continue
                 if name in LITERAL_TAGS:
                     shown = f"\0{len(literals)}\0"
-                    literals.append(html.unescape(text[end : closing.start()]))
+                    literals.append(unescape_html(text[end : closing.start()]))
                 end = closing.end()
         kept += (text[start : match.start()], shown)
         start = search_from = end
@@ -145,8 +147,9 @@ def remove_opaque_tags(text: str, literals: list[str]) -> str:
 class OpenMarkup:
     """A template, link or table that is not closed yet: its opening mark, and the pieces of each argument."""
 
-    def __init__(self, mark: str) -> None:
+    def __init__(self, mark: str, num_tables: int = 0) -> None:
         self.mark = mark
+        self.num_tables = num_tables  # that are open, with this one
         self.arguments: list[list[str]] = [[]]
 
     def append(self, text: str) -> None:
@@ -179,8 +182,9 @@ def expand_nested(text: str, file_namespaces: Collection[str]) -> str:
         start = match.end()
         token = match[0].strip(" \t:")
         if token in ("{{", "[[", "{|"):
-            if len(stack) <= MAX_NESTING:
-                stack.append(OpenMarkup(token))
+            num_tables = stack[-1].num_tables + (token == "{|")
+            if len(stack) <= MAX_NESTING and num_tables <= MAX_TABLES:
+                stack.append(OpenMarkup(token, num_tables))
         elif token == "|" or not close_markup(stack, token, file_namespaces):
             stack[-1].append("|" if token == "|" else "")
     stack[-1].append(text[start:])
@@ -296,7 +300,7 @@ def remove_quotes(line: str) -> str:
     marks = [3 if size == 4 else min(size, 5) for size in lengths]
     if sum(mark in (2, 5) for mark in marks) % 2 and sum(mark in (3, 5) for mark in marks) % 2:
         threes = [i for i, mark in enumerate(marks) if mark == 3]
-        before = {i: line[: runs[i].start()][-2:] for i in threes}
+        before = {i: line[max(0, runs[i].start() - 2) : runs[i].start()] for i in threes}
         one_letter = [i for i in threes if before[i].strip() and len(before[i].strip()) == 1 and before[i][-1] != " "]
         in_words = [i for i in threes if len(before[i]) == 2 and " " not in before[i]]
         for i in (one_letter or in_words or threes)[:1]:
