@@ -269,6 +269,13 @@ def test_a_cut_dump(tmp_path: Path) -> None:
     assert "the compressed file is truncated" in refusal(tmp_path / "b.xml.bz2")
 
 
+@pytest.mark.parametrize("encoding", ["shift_jis", "utf-7", "big5", "idna", "no-such"])
+def test_declared_encodings(encoding: str, tmp_path: Path) -> None:
+    dump = tmp_path / "dump.xml"
+    dump.write_text(f'<?xml version="1.0" encoding="{encoding}"?>\n{HEAD}</mediawiki>\n')
+    assert "encoding" in refusal(dump)
+
+
 def test_other_files(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "a.xml").write_text("<rss><a>b</a></rss>")
     assert "not a MediaWiki dump: its first element is <rss>. Convert other XML" in refusal(tmp_path / "a.xml")

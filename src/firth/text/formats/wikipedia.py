@@ -51,6 +51,11 @@ class DumpParser:
         """Parse a chunk; an empty one ends the document."""
         try:
             self.expat.Parse(chunk, not chunk)
+        except (LookupError, ValueError):  # expat asks Python for an encoding that it does not know
+            raise UserError(
+                f"{self.name}: not a MediaWiki dump: its XML declares an encoding that cannot be read. A dump is UTF-8: "
+                "download it again."
+            ) from None
         except expat.ExpatError as e:
             where = f"{self.name}:{e.lineno}"
             page = f" in the page {quote(self.page['title'])}" if self.page.get("title") else ""
