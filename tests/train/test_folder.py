@@ -95,6 +95,21 @@ def test_a_planted_link_leads_nowhere(name: str, tmp_path: Path) -> None:
     assert mine.read_text() == "mine\n"
 
 
+@pytest.mark.parametrize("name", ["seed-0", "seed-0/final", "data", "final", "checkpoint-2", "tensorboard"])
+def test_a_linked_folder_is_refused(name: str, tmp_path: Path) -> None:
+    """A run would write its log and its models through the link."""
+    victim, run = tmp_path / "victim", tmp_path / "run"
+    victim.mkdir()
+    run.mkdir()
+    (victim / "log.jsonl").write_text("mine\n")
+    leave_a_run(run)
+    remove_path(run / name)
+    (run / name).symlink_to(victim)
+    with pytest.raises(UserError, match=f"{name} is a link to another folder"), run_folder(run, resume=True):
+        pass
+    assert (victim / "log.jsonl").read_text() == "mine\n"
+
+
 def test_a_lock_is_never_truncated(tmp_path: Path) -> None:
     leave_a_run(tmp_path)
     (tmp_path / ".lock").write_text("content")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import fcntl
+import os
 import shutil
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -152,6 +153,7 @@ def check_run_folder(path: Path, resume: bool, overwrite: bool, inputs: Sequence
     if not (resume or overwrite):
         raise UserError(f"{path} exists already. --resume continues the run in it, --overwrite starts it again.")
     if resume and (path / "recipe.yaml").is_file():
+        refuse_linked_folders(path)
         return
     is_run = resume or (path / LOCK_FILE).exists()  # without it, files of these names are a user's
     if foreign := sorted(p.name for p in path.iterdir() if not (is_run and is_run_output(p, not resume))):
@@ -162,6 +164,14 @@ def check_run_folder(path: Path, resume: bool, overwrite: bool, inputs: Sequence
     for needed in (Path(name) for name in inputs if name):
         if overwrite and not resume and needed.exists() and needed.resolve().is_relative_to(path.resolve()):
             raise UserError(f"{needed} lies in {path}, which --overwrite would remove. Choose another --output-dir.")
+
+
+def refuse_linked_folders(path: Path) -> None:
+    """Raise UserError for a link at the place of a folder that the run writes into: it would write elsewhere."""
+    for parent, folders, _ in os.walk(path):  # follows no links
+        for folder in (Path(parent, name) for name in folders):
+            if folder.is_symlink() and has_output_name(folder):
+                raise UserError(f"{folder} is a link to another folder. Remove the link, or move the folder back.")
 
 
 def has_only_prepared_data(path: Path) -> bool:

@@ -719,6 +719,7 @@ def file_system(fixtures: Fixtures) -> MakeCase:
             shutil.rmtree(run / "final")
         names = [".lock", ".log.jsonl.tmp", "log.jsonl", ".recipe.yaml.tmp", "results.json", ".results.json.tmp"]
         names += [".report.html.tmp", "report.html", ".final.tmp", ".checkpoint-4.tmp", ".final.old", "final", ".clock"]
+        names += ["data", "tensorboard", "seed-0", "checkpoint-4"]
         for name in rng.sample(names, 2):
             path = run / name
             if path.is_dir():
