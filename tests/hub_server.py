@@ -27,7 +27,7 @@ class HubServer:
             def log_message(self, *_: Any) -> None: ...
 
             def reply(self, status: int, value: Any = None) -> None:
-                body = json.dumps(value if value is not None else {}).encode()
+                body = value if isinstance(value, bytes) else json.dumps(value if value is not None else {}).encode()
                 self.send_response(status)
                 self.send_header("Content-Type", "application/json")
                 self.send_header("Content-Length", str(len(body)))
@@ -72,7 +72,11 @@ class HubServer:
             name = f"{asked.get('organization') or 'me'}/{asked['name']}"
             if name in self.repos:
                 return 409, {"error": "exists", "url": f"{self.url}/{name}"}
-            self.repos[name] = {"visibility": asked.get("visibility"), "branches": {"main": {}}, "commits": []}
+            self.repos[name] = {
+                "visibility": asked.get("visibility"),
+                "branches": {"main": {".gitattributes": b""}},
+                "commits": [],
+            }
             return 200, {"url": f"{self.url}/{name}"}
         if request == "POST /api/validate-yaml":
             assert json.loads(body)["content"].startswith("---\nlicense")
@@ -87,6 +91,12 @@ class HubServer:
                 "transfer": "basic",
                 "objects": [item | json.loads(json.dumps(actions).replace("OID", item["oid"])) for item in objects],
             }
+        if match := re.fullmatch(r"GET /api/models/([\w-]+/[\w-]+)/tree/([\w.-]+)", request):
+            files = self.repos[match[1]]["branches"][match[2]]
+            return 200, [{"type": "file", "path": name, "size": len(files[name]), "oid": "0"} for name in files]
+        if match := re.fullmatch(r"GET /([\w-]+/[\w-]+)/resolve/([\w.-]+)/(.+)", request):
+            content = self.repos[match[1]]["branches"][match[2]].get(match[3])
+            return (404, {"error": "no such file"}) if content is None else (200, content)
         match = re.fullmatch(r"POST /api/models/([\w-]+/[\w-]+)/(preupload|commit|branch)/([\w.-]+)", request)
         if match is None or match[1] not in self.repos:
             return 404, {"error": "not found"}
@@ -102,14 +112,19 @@ class HubServer:
             files = json.loads(body)["files"]
             modes = {f["path"]: "lfs" if f["path"].endswith(".safetensors") else "regular" for f in files}
             return 200, {"files": [{"path": p, "uploadMode": m, "shouldIgnore": False} for p, m in modes.items()]}
-        files = {}
+        files, deleted = {}, set()
         for line in map(json.loads, body.splitlines()):
             value = line["value"]
             if line["key"] == "file":
                 files[value["path"]] = base64.b64decode(value["content"])
             elif line["key"] == "lfsFile":
                 files[value["path"]] = self.objects[value["oid"]]
-        repo["branches"][branch] |= files
+            elif line["key"] == "deletedFile":
+                if value["path"] not in repo["branches"][branch]:
+                    return 400, {"error": f"{value['path']} does not exist"}
+                deleted.add(value["path"])
+        kept = {name: content for name, content in repo["branches"][branch].items() if name not in deleted}
+        repo["branches"][branch] = kept | files
         repo["commits"].append(branch)
         oid = f"{len(repo['commits']):040x}"
         return 200, {"success": True, "commitOid": oid, "commitUrl": f"{self.url}/{match[1]}/commit/{oid}"}

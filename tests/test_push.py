@@ -11,10 +11,11 @@ from typing import Any
 import pytest
 import torch
 from hub_server import HubServer
+from safetensors.torch import load_file, save_file
 
 import firth
 from firth.core.errors import UserError
-from firth.core.files import find_corruption
+from firth.core.files import atomic_folder, find_corruption, write_json
 from firth.train import hub as hub_module
 
 pytest.importorskip("huggingface_hub")
@@ -29,6 +30,8 @@ def server(monkeypatch: pytest.MonkeyPatch) -> Iterator[HubServer]:
     server = HubServer()
     constants = huggingface_hub.constants
     monkeypatch.setattr(constants, "ENDPOINT", server.url)
+    template = server.url + "/{repo_id}/resolve/{revision}/{filename}"
+    monkeypatch.setattr(constants, "HUGGINGFACE_CO_URL_TEMPLATE", template)
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
     monkeypatch.setattr(constants, "HF_HUB_DISABLE_XET", True)
     monkeypatch.setenv("HF_TOKEN", "hf_write")
@@ -92,6 +95,52 @@ def test_a_card_that_was_edited_stays(server: HubServer, run: Path, tmp_path: Pa
     assert server.repos["me/town"]["branches"]["main"]["README.md"] == card.read_bytes()
     firth.push(tmp_path / "run", "me/town", new_card=True)
     assert b"Animals of my town" not in server.repos["me/town"]["branches"]["main"]["README.md"]
+
+
+def save_sharded(model: Path, folder: Path) -> None:
+    """Write a model folder with its weights in two files and their index, as FSDP saves them."""
+    weights = load_file(model / "model.safetensors")
+    names = sorted(weights)
+    with atomic_folder(folder) as temporary:
+        shutil.copyfile(model / "config.json", temporary / "config.json")
+        weight_map = {}
+        for number, part in enumerate((names[::2], names[1::2]), 1):
+            file = f"model-0000{number}-of-00002.safetensors"
+            save_file({name: weights[name] + 1 for name in part}, temporary / file, {"format": "pt"})
+            weight_map |= dict.fromkeys(part, file)
+        write_json(temporary / "model.safetensors.index.json", {"metadata": {}, "weight_map": weight_map})
+
+
+def test_a_branch_has_no_file_of_the_model_on_main(server: HubServer, run: Path, tmp_path: Path) -> None:
+    """`transformers` prefers model.safetensors to a sharded checkpoint: a copy from main would be other weights."""
+    firth.push(run, "me/animals")
+    main = server.repos["me/animals"]["branches"]["main"]
+    main |= {"task.json": b"{}", "photo.png": b"mine"}
+    save_sharded(run / "final", tmp_path / "sharded")
+    firth.push(tmp_path / "sharded", "me/animals", revision="step-7")
+    files = server.repos["me/animals"]["branches"]["step-7"]
+    written = {"config.json", "manifest.json", "model.safetensors.index.json"}
+    written |= {f"model-0000{number}-of-00002.safetensors" for number in (1, 2)}
+    assert set(files) == {*written, "README.md", ".gitattributes", "photo.png"}
+    firth.push(run, "me/animals", revision="step-7")
+    files = server.repos["me/animals"]["branches"]["step-7"]
+    assert [name for name in files if name.endswith(".safetensors")] == ["model.safetensors"]
+    assert "model.safetensors.index.json" not in files
+
+
+def test_a_card_that_was_edited_on_the_hub_stays(
+    server: HubServer, run: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    firth.push(run, "me/animals")
+    firth.push(run / "checkpoint-2", "me/animals")
+    assert "stays" not in capsys.readouterr().err
+    main = server.repos["me/animals"]["branches"]["main"]
+    main["README.md"] = edited = main["README.md"] + b"\nEdited on the Hub."
+    firth.push(run, "me/animals")
+    assert server.repos["me/animals"]["branches"]["main"]["README.md"] == edited
+    assert "me/animals: README.md was written or edited on the Hub and stays" in capsys.readouterr().err
+    firth.push(run, "me/animals", new_card=True)
+    assert b"Edited on the Hub" not in server.repos["me/animals"]["branches"]["main"]["README.md"]
 
 
 def test_folders_that_are_not_ours_are_refused(server: HubServer, run: Path, tmp_path: Path) -> None:

@@ -17,8 +17,9 @@ def push(
     """Push a model folder to a repository of the Hugging Face Hub, with its model card.
 
     `folder` is RUN/final, a checkpoint, a folder of `export`, or a run, whose final model is pushed. `revision` is a
-    branch, which is made if it is missing. A new repository is private unless `public`. `new_card` writes the card
-    anew, with the scores of all evaluations; otherwise a card that is there is kept.
+    branch, which is made if it is missing. A new repository is private unless `public`. The model of an earlier push is
+    replaced, files of other people stay. `new_card` writes the card anew, with the scores of all evaluations; otherwise
+    a card that was edited, here or on the Hub, is kept.
     """
     from firth.train.hub import list_uploads, open_repo, push_folder
 
@@ -26,7 +27,7 @@ def push(
     list_uploads(path)  # refuses a folder that is not ours before the network is used
     name = open_repo(repo, public)
     card = read_card(path, name, new_card)
-    pushed = push_folder(path, name, revision, card, f"Push {path.name} with Firth")
+    pushed = push_folder(path, name, revision, card, f"Push {path.name} with Firth", new_card)
     say(f"pushed {pushed.files} files, {format_bytes(pushed.bytes)}, to {pushed.url}")
     return pushed._asdict()
 

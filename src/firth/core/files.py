@@ -300,10 +300,14 @@ def find_file_defect(folder: Path, name: str, fact: Mapping[str, Any]) -> str | 
 
 def read_manifest(folder: Path) -> dict[str, Any]:
     """Read the manifest of a folder; raise a UserError if it does not have the form that `atomic_folder` writes."""
-    manifest = read_json(folder / MANIFEST_FILE)
+    return check_manifest(read_json(folder / MANIFEST_FILE), folder / MANIFEST_FILE)
+
+
+def check_manifest(manifest: Any, name: str | Path) -> dict[str, Any]:
+    """Return the JSON of a manifest; raise a UserError if it does not have the form that `atomic_folder` writes."""
     files = manifest.get("files") if isinstance(manifest, dict) else None
-    if not isinstance(files, dict) or not all(is_manifest_entry(name, fact) for name, fact in files.items()):
-        raise UserError(f"{folder / MANIFEST_FILE} is not a manifest that Firth wrote.")
+    if not isinstance(files, dict) or not all(is_manifest_entry(entry, fact) for entry, fact in files.items()):
+        raise UserError(f"{name} is not a manifest that Firth wrote.")
     return dict(manifest)
 
 

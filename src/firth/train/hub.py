@@ -3,6 +3,10 @@
 Only files that a manifest of ours lists are uploaded, without the optimizer's state, and the model card. The token
 comes from HF_TOKEN or from `hf auth login`, never from an argument. HF_ENDPOINT names another server.
 
+A push replaces the model of a branch: the commit also deletes what an earlier push wrote and this one does not. A new
+branch is a copy of main, and `transformers` prefers a `model.safetensors` of main to the parts of a sharded checkpoint.
+Files that people added themselves stay, and so does a model card that was edited on the Hub.
+
 While a run trains, `CheckpointUploader` uploads in a thread. A checkpoint may be removed meanwhile
 (`save_total_limit`), so the thread reads hard links to its files.
 """
@@ -14,14 +18,24 @@ import os
 import re
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection
+from hashlib import sha256
 from pathlib import Path
 from queue import Full, Queue
 from typing import Any, NamedTuple, TypeVar
 
 from firth.core.console import say, warn
 from firth.core.errors import MAX_REASON_CHARS, UserError, quote, shorten
-from firth.core.files import MANIFEST_FILE, MODEL_CARD_FILE, find_corruption, read_manifest, remove_path, write_json
+from firth.core.files import (
+    MANIFEST_FILE,
+    MODEL_CARD_FILE,
+    check_manifest,
+    find_corruption,
+    read_manifest,
+    remove_path,
+    write_json,
+)
+from firth.core.parse import parse_json
 from firth.text.open_text import import_optional
 from firth.train.recipe import TrainingConfig
 
@@ -31,6 +45,11 @@ REPO_NAME = re.compile(r"(?:[\w.-]+/)?[\w.-]{1,96}")
 PRIVATE_FOLDER = "training/"  # of a checkpoint: state of the optimizer, which only --resume reads
 RETRY_SECONDS = (2.0, 10.0)  # before the second and the third attempt
 MAX_WAITING = 2  # checkpoints that wait for their upload; their files stay on the disk
+CARD_KEY = "card_sha256"  # in a manifest on the Hub: the model card as it was pushed
+# Files that change which model is loaded. They go even if no manifest lists them.
+SHADOWING_FILE = re.compile(
+    r"(model|adapter_model)(-\d+-of-\d+)?\.safetensors|model\.safetensors\.index\.json|adapter_config\.json|task\.json"
+)
 REFUSED_STATUS = (400, 401, 403, 404, 409, 413, 422)  # answers that another attempt does not change
 
 
@@ -88,27 +107,80 @@ def list_uploads(folder: Path) -> dict[str, Path]:
     return {name: folder / name for name in manifest["files"] if not name.startswith(PRIVATE_FOLDER)}
 
 
-def push_folder(folder: Path, repo: str, revision: str, card: str | None, message: str) -> PushedModel:
-    """Upload a model folder in one commit: all of its files appear together, or none."""
+class Branch(NamedTuple):
+    """A branch of a repository: its files, and what is known of the last push."""
+
+    files: frozenset[str]
+    manifest: dict[str, Any]  # empty without one of ours
+    has_own_card: bool  # a person wrote or edited README.md on the Hub
+
+    def find_stale(self, new: Collection[str]) -> list[str]:
+        """Return the files to delete when the files `new` are pushed."""
+        pushed = self.manifest.get("files", {})
+        old = (name for name in self.files if name in pushed or SHADOWING_FILE.fullmatch(name))
+        return sorted(name for name in old if name not in new and name != MODEL_CARD_FILE)
+
+
+def read_branch(repo: str, revision: str) -> Branch:
+    hub = import_hub()
+    files = frozenset(hub.HfApi().list_repo_files(repo, revision=revision))
+
+    def read(name: str) -> bytes:
+        if name not in files:
+            return b""
+        url = hub.hf_hub_url(repo, name, revision=revision)
+        response = hub.utils.get_session().get(url, headers=hub.utils.build_hf_headers())
+        hub.utils.hf_raise_for_status(response)
+        return bytes(response.content)
+
+    name = f"{repo}/{MANIFEST_FILE}"
+    try:
+        manifest = check_manifest(parse_json(read(MANIFEST_FILE).decode("utf-8", "replace"), name), name)
+    except UserError:  # not one of ours
+        manifest = {}
+    has_card = MODEL_CARD_FILE in files
+    is_ours = has_card and sha256(read(MODEL_CARD_FILE)).hexdigest() == manifest.get(CARD_KEY)
+    return Branch(files, manifest, has_card and not is_ours)
+
+
+def push_folder(
+    folder: Path, repo: str, revision: str, card: str | None, message: str, new_card: bool = False
+) -> PushedModel:
+    """Make a branch this model folder, in one commit: all of its files appear together, or none.
+
+    A card that was edited on the Hub stays, unless `new_card`.
+    """
     hub = import_hub()
     uploads = {name: str(path) for name, path in list_uploads(folder).items() if name != MODEL_CARD_FILE}
     manifest = read_manifest(folder)
     listed = {name: manifest["files"][name] for name in uploads}
-    contents: dict[str, str | bytes] = {**uploads, MANIFEST_FILE: json.dumps(manifest | {"files": listed}).encode()}
-    if card is not None:
-        contents[MODEL_CARD_FILE] = card.encode()
+    api = hub.HfApi()
+    if revision != MAIN_BRANCH:
+        call_hub(lambda: api.create_branch(repo, branch=revision, exist_ok=True))
 
-    def commit() -> Any:
+    def commit() -> tuple[int, Any]:
+        branch = read_branch(repo, revision)
+        contents: dict[str, str | bytes] = dict(uploads)
+        new_manifest = manifest | {"files": listed}
+        if card is not None and (new_card or not branch.has_own_card):
+            contents[MODEL_CARD_FILE] = card.encode()
+            new_manifest[CARD_KEY] = sha256(card.encode()).hexdigest()
+        elif CARD_KEY in branch.manifest:
+            new_manifest[CARD_KEY] = branch.manifest[CARD_KEY]
+        if card is not None and MODEL_CARD_FILE not in contents:
+            say(f"{repo}: {MODEL_CARD_FILE} was written or edited on the Hub and stays. --new-card replaces it.")
+        contents[MANIFEST_FILE] = json.dumps(new_manifest).encode()
+        stale = branch.find_stale(contents)
+        if foreign := [name for name in stale if name not in branch.manifest.get("files", {})]:
+            say(f"{repo}: deleting {', '.join(foreign)}, which would be loaded in place of this model.")
         operations = [hub.CommitOperationAdd(name, content) for name, content in contents.items()]
-        api = hub.HfApi()
-        if revision != MAIN_BRANCH:
-            api.create_branch(repo, branch=revision, exist_ok=True)
-        return api.create_commit(repo, operations, commit_message=message, revision=revision)
+        operations += [hub.CommitOperationDelete(name, is_folder=False) for name in stale]
+        return len(contents), api.create_commit(repo, operations, commit_message=message, revision=revision)
 
-    call_hub(commit)
+    num_files, _ = call_hub(commit)
     tree = "" if revision == MAIN_BRANCH else f"/tree/{revision}"
     size = sum(fact["bytes"] for fact in listed.values())
-    return PushedModel(repo, revision, f"{hub.constants.ENDPOINT}/{repo}{tree}", len(contents), size)
+    return PushedModel(repo, revision, f"{hub.constants.ENDPOINT}/{repo}{tree}", num_files, size)
 
 
 def call_hub(request: Callable[[], ResultT]) -> ResultT:
