@@ -36,8 +36,8 @@ from firth.tokens.cluster.guard import run_guarded
 from firth.tokens.cluster.plan import BLANK_LINE, LINE_END, InputFile, Slice, find_boundary, plan_tasks
 from firth.tokens.cluster.prepare import prepare_by_tasks
 from firth.tokens.cluster.sample import sample_by_tasks
-from firth.tokens.cluster.store import FolderStore, commit, find_commit, read_array
-from firth.tokens.cluster.tasks import Spec, Watch, run_task
+from firth.tokens.cluster.store import FolderStore, commit, find_commit, open_store, read_array, read_entry
+from firth.tokens.cluster.tasks import Spec, Watch, run_task, task_name
 from firth.tokens.train import TRAIN_MEMORY_PER_TEXT_BYTE, max_sample_bytes
 
 
@@ -250,6 +250,27 @@ def test_other_options(tokenizer: Tokenizer, source: Path, tmp_path: Path, optio
     make(tokenizer, source, tmp_path / "many", **options)
     assert contents(tmp_path / "many") == contents(tmp_path / "one")
     assert " ".join(corpus.describe().split()) in " ".join(capfd.readouterr().err.split())
+
+
+class LateEngine(ShuffledEngine):
+    """Runs the tasks of each stage again after the next stage has begun, as machines that were thought lost do."""
+
+    earlier: Sequence[Spec] = ()
+
+    def run(self, specs: Sequence[Spec]) -> Iterator[tuple[int, dict[str, Any]]]:
+        for spec in self.earlier:
+            store, name = open_store(spec["store"]), task_name(spec["kind"], spec["task"])
+            again = module_tasks()[spec["kind"]](spec, store, Watch())
+            entry = read_entry(store, name)
+            for key, array in again.arrays.items():
+                assert np.array_equal(array, read_array(store, name, entry, key)), (name, key)
+        self.earlier = list(specs)
+        yield from super().run(specs)
+
+
+def test_a_late_task_computes_the_same(tokenizer: Tokenizer, source: Path, alone: Path, tmp_path: Path) -> None:
+    make(tokenizer, source, tmp_path / "s", LateEngine(0))
+    assert contents(tmp_path / "s") == contents(alone)
 
 
 @pytest.mark.parametrize("dies_after", [3, 10, 13, 20])

@@ -58,6 +58,7 @@ from firth.tokens.cluster.store import (
 )
 from firth.tokens.cluster.tasks import (
     DROPPED,
+    EXACT_DUPLICATES,
     READ_INDEX,
     TOKENIZER,
     ReadIndex,
@@ -66,6 +67,7 @@ from firth.tokens.cluster.tasks import (
     first_documents,
     read_tokenized,
     task_name,
+    write_bits,
 )
 from firth.tokens.dedup import DEDUP_MODES
 from firth.tokens.encode import DocumentEncoder
@@ -329,7 +331,7 @@ def summarize_reading(job: Job, entries: Sequence[Mapping[str, Any]]) -> Corpus:
 
 
 def find_dropped(job: Job, entries: Sequence[Mapping[str, Any]], dedup: str) -> np.ndarray:
-    """Return which documents are duplicates, (D,), and store it for the next stages as bits."""
+    """Return which documents are duplicates, (D,)."""
     firsts = first_documents([entry["documents"] for entry in entries])
     is_dropped = np.zeros(int(firsts[-1]), bool)
     specs = [{"num_documents": len(is_dropped)}] * job.num_ranges
@@ -338,11 +340,11 @@ def find_dropped(job: Job, entries: Sequence[Mapping[str, Any]], dedup: str) -> 
         exact = job.run_stage("exact", "finding duplicates", specs, inputs=inputs)
         for task, entry in enumerate(exact):
             is_dropped[read_array(job.store, task_name("exact", task), entry, "documents")] = True
-    job.store.write(DROPPED, np.packbits(is_dropped).tobytes())
     if dedup == "near":
+        bits = write_bits(job.store, EXACT_DUPLICATES, is_dropped)
+        specs = [{**spec, "bits": bits} for spec in specs]
         near = job.run_stage("near", "comparing near duplicates", specs, inputs=inputs)
         drop_similar(iter_pairs(job.store, near, len(job.tasks)), is_dropped)
-        job.store.write(DROPPED, np.packbits(is_dropped).tobytes())
     return is_dropped
 
 
@@ -367,10 +369,12 @@ def tokenize_stage(
     job: Job, entries: Sequence[Mapping[str, Any]], is_dropped: np.ndarray, options: Mapping[str, Any]
 ) -> list[dict[str, Any]]:
     firsts = first_documents([entry["documents"] for entry in entries])
+    bits = write_bits(job.store, DROPPED, is_dropped)
     specs = [
         {
             **spec,
             **options,
+            "bits": bits,
             "first_document": int(first),
             "num_documents": entry["documents"],
             "digest": entry["digest"],
@@ -378,8 +382,7 @@ def tokenize_stage(
         }
         for spec, entry, first in zip(job.text_specs(), entries, firsts[:-1], strict=True)
     ]
-    inputs = blake2b(np.packbits(is_dropped).tobytes()).hexdigest()
-    return job.run_stage("tokenize", "tokenizing", specs, job.task_sizes, inputs)
+    return job.run_stage("tokenize", "tokenizing", specs, job.task_sizes, inputs=bits)
 
 
 def merge(

@@ -7,7 +7,6 @@ with the `PassageSample` of one process. A second stage returns the text of the 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from hashlib import blake2b
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +16,7 @@ from firth.core.console import say
 from firth.tokens.cluster.engine import Engine
 from firth.tokens.cluster.prepare import DOCUMENT_TIMEOUT_S, open_job, report_skipped, summarize_reading
 from firth.tokens.cluster.store import read_array
-from firth.tokens.cluster.tasks import DRAWN, task_name
+from firth.tokens.cluster.tasks import DRAWN, task_name, write_bits
 from firth.tokens.train import PassageSample
 
 
@@ -45,14 +44,13 @@ def sample_by_tasks(
                 sample.add(key, size, sample.num_seen)
         is_drawn = np.zeros(sample.num_seen, bool)
         is_drawn[sample.finish()] = True
-        bits = np.packbits(is_drawn).tobytes()
-        job.store.write(DRAWN, bits)
+        bits = write_bits(job.store, DRAWN, is_drawn)
         firsts = np.cumsum([0, *(entry["passages"] for entry in entries)]).tolist()
         specs = [
-            {**spec, "first_passage": first, "num_passages": entry["passages"], "skip": entry["skip"]}
+            {**spec, "bits": bits, "first_passage": first, "num_passages": entry["passages"], "skip": entry["skip"]}
             for spec, entry, first in zip(job.text_specs(), entries, firsts[:-1], strict=True)
         ]
-        taken = job.run_stage("sample", "drawing a sample", specs, job.task_sizes, blake2b(bits).hexdigest())
+        taken = job.run_stage("sample", "drawing a sample", specs, job.task_sizes, inputs=bits)
         report_skipped([skipped for entry in entries for skipped in entry["skipped"]])
         passages = list[str]()
         for task, entry in enumerate(taken):

@@ -65,8 +65,8 @@ COPY_BYTES = 2**24  # bytes per read of a slice
 BIT_NAMES = ("words", "sentences", "salient")  # arrays of a tokenized document that are stored as bits
 MAX_ROW_GAP = 256  # rows between two signatures (32 KB) that are read at once
 READ_INDEX = "read-index"  # where the arrays of all `read` tasks are
-DROPPED = "dropped"  # file with one bit for each document
-DRAWN = "drawn"  # file with one bit for each passage
+# Prefixes of files with one bit for each document or passage (`write_bits`).
+EXACT_DUPLICATES, DROPPED, DRAWN = "exact-duplicates", "dropped", "drawn"
 TOKENIZER = "tokenizer"  # prefix of the files of the tokenizer
 
 Spec = Mapping[str, Any]
@@ -292,7 +292,7 @@ def find_similar_pairs(spec: Spec, store: Store, watch: Watch) -> TaskOutput:
     """Find the similar pairs of one range among documents that are no exact duplicates, sorted by the later one."""
     index = ReadIndex(store)
     bands, documents = index.read_range("bands", spec["task"])
-    is_dropped = read_bits(store, DROPPED, 0, spec["num_documents"])
+    is_dropped = read_bits(store, spec["bits"], 0, spec["num_documents"])
     new = ~is_dropped[documents]
     pairs = find_candidate_pairs(bands[new], documents[new])
     similar = select_similar(pairs, index.read_signatures)
@@ -364,6 +364,18 @@ def first_documents(num_documents: Sequence[int]) -> np.ndarray:
     return np.cumsum([0, *num_documents])
 
 
+def write_bits(store: Store, prefix: str, values: np.ndarray) -> str:
+    """Store booleans as bits, and return the name: the prefix and a hash of the content.
+
+    A file is never written again with other content. So a task that is still running somewhere, after the command moved
+    on or was resumed, reads what its spec meant.
+    """
+    data = np.packbits(values).tobytes()
+    name = f"{prefix}-{blake2b(data, digest_size=16).hexdigest()}"
+    store.write(name, data)
+    return name
+
+
 def read_bits(store: Store, name: str, start: int, stop: int) -> np.ndarray:
     """Return the bits [start, stop) of a file of bits."""
     data = np.frombuffer(store.read(name, start // 8, -(-stop // 8)), np.uint8)
@@ -375,7 +387,7 @@ def read_bits(store: Store, name: str, start: int, stop: int) -> np.ndarray:
 
 def tokenize_documents(spec: Spec, store: Store, watch: Watch) -> TaskOutput:
     """Tokenize the documents of a task that stay."""
-    is_dropped = read_bits(store, DROPPED, spec["first_document"], spec["first_document"] + spec["num_documents"])
+    is_dropped = read_bits(store, spec["bits"], spec["first_document"], spec["first_document"] + spec["num_documents"])
     digest, parts = bytearray(), list[tuple[TokenizedDocuments, TokenizedDocuments]]()
     with load_encoder(spec, store) as encoder, open_slices(spec, watch) as corpus:
         parts.append(encoder([]))
@@ -458,7 +470,7 @@ def hash_passages(spec: Spec, store: Store, watch: Watch) -> TaskOutput:
 
 def take_passages(spec: Spec, store: Store, watch: Watch) -> TaskOutput:
     """Return the text of the passages that were drawn."""
-    is_drawn = read_bits(store, DRAWN, spec["first_passage"], spec["first_passage"] + spec["num_passages"])
+    is_drawn = read_bits(store, spec["bits"], spec["first_passage"], spec["first_passage"] + spec["num_passages"])
     taken = list[bytes]()
     with open_slices(spec, watch) as corpus:
         texts = (text for document in corpus.iter_documents() for text in document.texts)
