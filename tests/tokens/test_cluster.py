@@ -33,7 +33,7 @@ from firth.tokens.cluster.bucket_dedup import (
 )
 from firth.tokens.cluster.engine import SerialEngine
 from firth.tokens.cluster.guard import run_guarded
-from firth.tokens.cluster.plan import BLANK_LINE, LINE_END, InputFile, Slice, find_boundary, plan_tasks
+from firth.tokens.cluster.plan import BLANK_LINE, LINE_END, InputFile, Slice, find_boundary, find_slice, plan_tasks
 from firth.tokens.cluster.prepare import prepare_by_tasks
 from firth.tokens.cluster.sample import sample_by_tasks
 from firth.tokens.cluster.store import FolderStore, commit, find_commit, open_store, read_array, read_entry
@@ -140,6 +140,24 @@ def test_slices_are_the_file(pattern: Any) -> None:
             end = b"\n" if pattern is LINE_END else (b"\n\n", b"\n\r\n")
             assert edge == len(data) or data[:edge].endswith(end)
             assert not data[edge:].startswith(b"\xef\xbb\xbf")
+        slices = [find_slice(read, len(data), i, min(i + step, len(data)), pattern) for i in range(0, len(data), step)]
+        expected = [ends for ends in pairwise(edges) if ends[0] < ends[1]]
+        assert [ends for ends in slices if ends[0] < ends[1]] == expected
+
+
+def test_a_file_without_boundaries_is_read_twice() -> None:
+    """Not once more for each task: the search of one task for its end, and of each for its beginning."""
+    num_read = 0
+
+    def read(start: int, stop: int) -> bytes:
+        nonlocal num_read
+        num_read += stop - start
+        return b"x" * (stop - start)
+
+    size, step = 2**22, 2**18
+    slices = [find_slice(read, size, start, start + step, BLANK_LINE) for start in range(0, size, step)]
+    assert slices == [(0, size), *[(size, size)] * 15]
+    assert num_read < 2.1 * size
 
 
 # --- commits --------------------------------------------------------------------------------------------------------

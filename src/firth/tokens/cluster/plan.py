@@ -93,8 +93,27 @@ def boundary_pattern(path: str) -> re.Pattern[bytes]:
     return LINE_END if data_extension(Path(path)) == ".jsonl" else BLANK_LINE
 
 
-def find_boundary(read: ReadRangeFn, size: int, offset: int, pattern: re.Pattern[bytes]) -> int:
+def find_slice(read: ReadRangeFn, size: int, start: int, stop: int, pattern: re.Pattern[bytes]) -> tuple[int, int]:
+    r"""Return the bytes of the documents that begin in [start, stop); equal ends: no document begins there.
+
+    The end is searched only if a document begins there. So a stretch without boundaries is read by its own tasks and
+    once by the task before it, and a file without blank lines is not read to its end by each of its tasks.
+
+    >>> text = b"one\n\ntwo\n\nthree"
+    >>> read = lambda start, stop: text[start:stop]
+    >>> [find_slice(read, len(text), i, i + 4, BLANK_LINE) for i in (0, 4, 8, 12)]
+    [(0, 5), (5, 10), (10, 15), (15, 15)]
+    """
+    begin = find_boundary(read, size, start, pattern, limit=stop)
+    return (begin, find_boundary(read, size, stop, pattern)) if begin < stop else (size, size)
+
+
+def find_boundary(
+    read: ReadRangeFn, size: int, offset: int, pattern: re.Pattern[bytes], limit: int | None = None
+) -> int:
     r"""Return the first boundary at or after an offset: 0, the end of the file, or the end of a match of `pattern`.
+
+    The search ends soon after `limit`; the end of the file then says that there is none before it.
 
     >>> text = b"one\n\ntwo\n\nthree"
     >>> [find_boundary(lambda start, stop: text[start:stop], len(text), i, BLANK_LINE) for i in (0, 1, 5, 6, 11)]
@@ -103,7 +122,7 @@ def find_boundary(read: ReadRangeFn, size: int, offset: int, pattern: re.Pattern
     if offset == 0:
         return 0
     position = max(0, offset - BOUNDARY_BYTES)
-    while position < size:
+    while position < min(size, size if limit is None else limit):
         # BOUNDARY_BYTES more than a step: a match at the end of the step is seen with what follows it.
         block = read(position, min(size, position + SCAN_BYTES + BOUNDARY_BYTES))
         for match in pattern.finditer(block):

@@ -40,7 +40,7 @@ from firth.tokens.cluster.bucket_dedup import (
     group_by_range,
     select_similar,
 )
-from firth.tokens.cluster.plan import ReadRangeFn, boundary_pattern, find_boundary
+from firth.tokens.cluster.plan import ReadRangeFn, boundary_pattern, find_slice
 from firth.tokens.cluster.store import (
     Readable,
     Store,
@@ -174,9 +174,7 @@ def fetch_slice(
     if is_whole and not is_url(path):
         return CorpusFile(Path(path), is_user_named, path)
     read = range_reader(path)
-    begin, end = (
-        (0, size) if is_whole else (find_boundary(read, size, at, boundary_pattern(path)) for at in (start, stop))
-    )
+    begin, end = (0, size) if is_whole else find_slice(read, size, start, stop, boundary_pattern(path))
     if begin >= end and not is_whole:
         return None
     folder.mkdir()
