@@ -162,6 +162,17 @@ def test_a_dump_gives_its_articles(tmp_path: Path) -> None:
     )
 
 
+def test_pages_without_text_or_title(tmp_path: Path) -> None:
+    """As in dumps of titles and of deleted revisions: they are counted, like articles whose text is only markup."""
+    bare = "<page><title>Leer</title><ns>0</ns><revision><model>wikitext</model></revision></page>"
+    path = tmp_path / "dewiki.xml"
+    path.write_text(HEAD + page("Baum", "Ein Baum.") + bare + "<page></page>" + "</mediawiki>\n")
+    skipped = Counter[str]()
+    found = list(wikipedia.read_wikipedia_dump(path, path.name, ReadProgress(), skipped))
+    assert found == [("Baum", "Baum\n\nEin Baum.")]
+    assert skipped == {"articles without text": 2}
+
+
 def test_a_history_gives_the_last_revision(tmp_path: Path) -> None:
     older, newer = page("A", "Alt."), page("A", "Neu.")
     revision = newer[newer.index("    <revision>") : newer.index("  </page>")]

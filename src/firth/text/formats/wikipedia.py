@@ -137,7 +137,7 @@ def read_wikipedia_dump(
                     skipped[reason] += 1
                 else:
                     title = " ".join(page.get("title", "").split())
-                    text = extract_wikitext(page["text"], parser.hidden_namespaces)
+                    text = extract_wikitext(page.get("text", ""), parser.hidden_namespaces)
                     if text:
                         yield title, f"{title}\n\n{text}"
                     else:
