@@ -7,18 +7,21 @@ import random
 import sys
 import threading
 from collections.abc import Iterator
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
 import pytest
-from tokens.test_cluster import contents, make_texts
+from tokens.test_cluster import ShuffledEngine, contents, make_texts, recording
 
 from firth import api
 from firth.core.errors import UserError
-from firth.tokens import train_tokenizer
+from firth.core.files import check_output_folder, find_corruption
+from firth.tokens import load_tokenizer, train_tokenizer
 from firth.tokens.cluster import plan
 from firth.tokens.cluster import prepare as module
 from firth.tokens.cluster.ray_engine import exported_path, import_ray, start_with_patience
+from firth.tokens.cluster.store import open_filesystem
 
 TEXTS = make_texts(400)
 
@@ -64,6 +67,54 @@ def test_options_that_do_not_fit(source: Path, tmp_path: Path, options: dict[str
 def test_object_storage_needs_the_engine(source: Path, tmp_path: Path) -> None:
     with pytest.raises(UserError, match="s3://bucket/text: object storage needs --engine ray"):
         api.prepare(["s3://bucket/text"], source / "tok", tmp_path / "s")
+
+
+@pytest.fixture
+def no_ray(monkeypatch: pytest.MonkeyPatch) -> ShuffledEngine:
+    """An engine of this process in place of Ray, which dies after two tasks."""
+    engine = ShuffledEngine(0, dies_after=2)
+    monkeypatch.setattr("firth.commands.engine.open_ray_engine", lambda *_: nullcontext(engine))
+    return engine
+
+
+def test_the_sample_for_a_tokenizer_is_resumed(
+    source: Path, tmp_path: Path, no_ray: ShuffledEngine, monkeypatch: pytest.MonkeyPatch, capsys: Any
+) -> None:
+    options: dict[str, Any] = {"kind": "byte-bpe", "vocab_size": 300, "max_memory": 40 * 10_000, "seed": 1}
+    one = api.tokenizer(paths(source), tmp_path / "one", **options)
+    options |= {"engine": "ray", "document_timeout": 0.0}
+    with pytest.raises(KeyboardInterrupt):
+        api.tokenizer(paths(source), tmp_path / "many", **options)
+    assert "--resume continues from there" in capsys.readouterr().err
+    tasks = sys.modules["firth.tokens.cluster.tasks"].TASKS
+    computed = list[tuple[str, int]]()
+    for kind, function in list(tasks.items()):
+        monkeypatch.setitem(tasks, kind, recording(function, computed))
+    no_ray.dies_after = None
+    many = api.tokenizer(paths(source), tmp_path / "many", resume=True, **options)
+    assert many["fingerprint"] == one["fingerprint"]
+    assert not set(no_ray.ran[:2]) & set(computed), "finished tasks are kept"
+    with pytest.raises(UserError, match="--resume needs --engine ray"):
+        api.tokenizer(paths(source), tmp_path / "t", resume=True)
+
+
+def test_a_tokenizer_on_object_storage(
+    source: Path, tmp_path: Path, no_ray: ShuffledEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    options: dict[str, Any] = {"kind": "byte-bpe", "vocab_size": 300}
+    with pytest.raises(UserError, match="s3://b/tok: object storage needs --engine ray"):
+        api.tokenizer(paths(source), "s3://b/tok", **options)
+    with pytest.raises(UserError, match=r"s3:/b/tok is on object storage"):
+        check_output_folder(Path("s3://b/tok"), "--output-dir")
+    assert list(tmp_path.iterdir()) == []
+    no_ray.dies_after = None
+    found = api.tokenizer(paths(source), "memory://away/tok", engine="ray", document_timeout=0.0, **options)
+    assert found["copied_to"] == "memory://away/tok"
+    filesystem, path = open_filesystem("memory://away/tok")
+    filesystem.get(path, str(tmp_path / "tok"), recursive=True)
+    assert load_tokenizer(tmp_path / "tok").fingerprint == found["fingerprint"]
+    assert find_corruption(tmp_path / "tok") is None
 
 
 # --- clusters -------------------------------------------------------------------------------------------------------

@@ -21,6 +21,7 @@ from firth.tasks import FINETUNE_TASKS
 from firth.text.examples import TASK_FORMATS
 from firth.text.formats.registry import MAIL_PARTS
 from firth.text.normalize import NORMALIZERS
+from firth.tokens.cluster.options import TOPIC as CLUSTER
 from firth.tokens.cluster.options import EngineOptions
 from firth.tokens.extend import MAX_NEW_TOKENS, MIN_TOKEN_COUNT
 
@@ -213,6 +214,7 @@ class TokenizerOptions(TextArguments, EngineOptions, OutputOptions, DryRunOption
         topic="Extending a tokenizer",
         bounds={"ge": 1},
     )
+    resume: bool = option(False, "With --engine ray: keep the finished tasks of an interrupted command.", topic=CLUSTER)
 
 
 @dataclass(kw_only=True)

@@ -9,14 +9,14 @@ from typing import Any
 from firth.commands.shards import check_shard_options, check_shard_salient, summarize_shards
 from firth.core.console import say
 from firth.core.errors import UserError, did_you_mean
-from firth.core.files import check_output_folder
+from firth.core.files import MANIFEST_FILE, check_output_folder
 from firth.text import Corpus, SalientSpanFinder
 from firth.tokens import Tokenizer, is_shards_folder
 from firth.tokens.builders import SplitOptions, build_untrained
 from firth.tokens.cluster.prepare import DOCUMENT_TIMEOUT_S, find_input_files, prepare_by_tasks, staging_folder
 from firth.tokens.cluster.ray_engine import open_ray_engine
 from firth.tokens.cluster.sample import sample_by_tasks
-from firth.tokens.cluster.store import is_url
+from firth.tokens.cluster.store import is_url, upload_folder
 from firth.tokens.shards import find_shard_damage, remember_verified
 from firth.tokens.train import max_sample_bytes
 
@@ -82,6 +82,15 @@ def prepare_on_ray(
     return {**summarize_shards(folder), **({"copied_to": str(output_dir)} if is_url(output_dir) else {})}
 
 
+def upload_output(folder: Path, output_dir: str | Path) -> dict[str, str]:
+    """Copy a folder of this machine to the output if that is on object storage; return what the result says of it."""
+    if not is_url(output_dir):
+        return {}
+    say(f"copying {folder} to {output_dir}; {folder} stays on this machine")
+    upload_folder(folder, str(output_dir), last=MANIFEST_FILE)
+    return {"copied_to": str(output_dir)}
+
+
 def sample_on_ray(
     texts: Sequence[str | Path],
     output_dir: str | Path,
@@ -90,6 +99,7 @@ def sample_on_ray(
     seed: int,
     address: str | None,
     document_timeout: float | None,
+    resume: bool,
     **reading: Any,
 ) -> list[str]:
     """Draw the sample for a tokenizer of a kind, or like another one, by tasks on a cluster."""
@@ -97,7 +107,7 @@ def sample_on_ray(
     max_bytes = max_sample_bytes(like, max_memory or SAMPLE_MEMORY_BYTES)
     with open_ray_engine(address) as engine:
         return sample_by_tasks(
-            texts, output_dir, engine, max_bytes, seed, document_timeout=time_limit(document_timeout), **reading
+            texts, output_dir, engine, max_bytes, seed, resume, time_limit(document_timeout), **reading
         )
 
 

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from firth.commands.engine import count_text_bytes, prepare_on_ray, sample_on_ray, uses_ray
+from firth.commands.engine import count_text_bytes, prepare_on_ray, sample_on_ray, upload_output, uses_ray
 from firth.commands.results import CheckResult, ShardsResult, TokenizerResult
 from firth.commands.shards import (
     check_held_out_share,
@@ -36,6 +36,7 @@ from firth.tokens import (
     train_tokenizer,
 )
 from firth.tokens.checkup import SAMPLE_CHARS
+from firth.tokens.cluster.prepare import staging_folder
 from firth.tokens.extend import MAX_NEW_TOKENS, default_min_count, require_extensible
 from firth.tokens.extend_corpus import extend_by_corpus
 from firth.tokens.shards import find_shard_damage
@@ -105,6 +106,7 @@ def tokenizer(
     engine: str = "local",
     address: str | None = None,
     document_timeout: float | None = None,
+    resume: bool = False,
     **reading: Any,
 ) -> TokenizerResult:
     """Train a tokenizer on text; with `dry_run` only say what would be read and written.
@@ -115,10 +117,13 @@ def tokenizer(
     `like` is the folder of a tokenizer or checkpoint, whose kind, normalization and special tokens the new one gets;
     otherwise `kind`, `lowercase`, `pattern` and `byte_fallback` define it. `reverse` reverses every text, for models
     that read from its end. `engine="ray"` draws the sample by tasks on the cluster at `address` (default: one on this
-    machine). `reading` are arguments of Corpus: `documents`, `columns`, `normalize` and so on.
+    machine); with `resume` the tasks that an interrupted command finished are kept, and `output_dir` may be on object
+    storage ("s3://..."). `reading` are arguments of Corpus: `documents`, `columns`, `normalize` and so on.
     """
-    folder = Path(output_dir)
-    on_ray = uses_ray(engine, address, document_timeout, texts)
+    on_ray = uses_ray(engine, address, document_timeout, [*texts, output_dir])
+    if resume and not on_ray:
+        raise UserError("--resume needs --engine ray: on one machine a tokenizer is trained anew.")
+    folder = staging_folder(output_dir) if on_ray else Path(output_dir)
     if on_ray and (extend is not None or dry_run):
         raise UserError("--engine ray trains a new tokenizer: leave out --extend and --dry-run.")
     check_output_folder(folder, "--output-dir", overwrite, "tokenizer")
@@ -140,7 +145,8 @@ def tokenizer(
     found: Iterable[str] = corpus.texts()
     if on_ray:
         model_kind = kind if template is None else template
-        found = sample_on_ray(texts, folder, model_kind, max_memory, seed, address, document_timeout, **reading)
+        cluster: dict[str, Any] = {"address": address, "document_timeout": document_timeout, "resume": resume}
+        found = sample_on_ray(texts, output_dir, model_kind, max_memory, seed, **cluster, **reading)
         max_memory = None  # the sample fits
     if template is not None:
         new = retrain_tokenizer(template, found, size, max_memory, seed)
@@ -152,7 +158,7 @@ def tokenizer(
         say(corpus.describe())
     with atomic_folder(folder, "tokenizer") as temporary:
         new.save(temporary)
-    return TokenizerResult({"output_dir": str(folder), **_tokenizer_facts(new)})
+    return TokenizerResult({"output_dir": str(folder), **upload_output(folder, output_dir), **_tokenizer_facts(new)})
 
 
 def _tokenizer_facts(tokenizer: Tokenizer) -> dict[str, Any]:

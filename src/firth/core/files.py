@@ -33,6 +33,7 @@ MANIFEST_FILE = "manifest.json"
 # What a folder holds. Its manifest says so: --overwrite replaces a folder of the same kind only.
 KINDS = ("model", "adapter", "weights", "tokenizer", "shards", "rows", "vectors", "counts", "phrases", "onnx", "gguf")
 PID_SUFFIX = re.compile(r"\.\d+\.tmp")  # of a temporary folder of one process
+URL_SCHEME = re.compile(r"[a-z][a-z0-9+]+:/")
 VERIFIED_FILE = ".verified.json"  # sizes and times of shards whose content was verified (tokens/shards.py)
 MODEL_CARD_FILE = "README.md"  # people edit it: replacing a folder keeps it, and a changed one is not foreign
 
@@ -325,6 +326,8 @@ def check_output_folder(
     `overwrite` allows a folder of this kind that Firth wrote, but none with foreign or changed files. `resume` also
     allows damaged files, which it writes again.
     """
+    if URL_SCHEME.match(path.as_posix()):  # Path shortens :// to :/
+        raise UserError(f"{path} is on object storage; this command writes to a folder. Name a folder as {noun}.")
     check_utf8_name(path)
     if overwrite or resume:
         check_no_foreign_files(path, kind, compare_content=not resume)
