@@ -56,7 +56,7 @@ def made(
     loss: str, examples: list[Example] = PAIRS, family: str = "llama", **fields: Any
 ) -> tuple[PreferenceTask, Model]:
     config, tokenizer = parts(family)
-    recipe = FinetuneRecipe(task="preference", max_seq_length=64, preference_loss=loss, **fields)  # type: ignore[arg-type]
+    recipe = FinetuneRecipe(task="preference", max_seq_length=64, preference_loss=loss or None, **fields)  # type: ignore[arg-type]
     task = make_task("preference", examples, tokenizer, config, recipe)
     assert isinstance(task, PreferenceTask)
     model = model_for(task, config)
@@ -196,6 +196,11 @@ def test_scores_and_predictions() -> None:
 ROWS = [
     {"prompt": f"the {animal}", "chosen": "is red and small", "rejected": "is blue"} for animal in ("cat", "dog", "fox")
 ] * 8
+SINGLE_ROWS = [
+    {"prompt": row["prompt"], "completion": row[name], "label": name == "chosen"}
+    for row in ROWS
+    for name in ("chosen", "rejected")
+]
 
 
 def write_rows(path: Path, rows: list[dict[str, Any]]) -> Path:
@@ -300,6 +305,33 @@ def test_models_and_options_that_do_not_fit_are_refused(checkpoint: Path) -> Non
     ]:
         with pytest.raises(UserError, match=message):
             FinetuneRecipe(checkpoint=str(checkpoint), train="a", dev="b", **fields).check()  # type: ignore[arg-type]
+
+
+def small_recipe(checkpoint: Path, folder: Path, rows: list[dict[str, Any]], **fields: Any) -> FinetuneRecipe:
+    data = write_rows(folder / "answers.jsonl", rows)
+    small: dict[str, Any] = dict(max_seq_length=32, seeds=1, max_steps=1, learning_rate=3e-3, device="cpu")
+    files: dict[str, Any] = dict(checkpoint=str(checkpoint), train=str(data), dev=str(data))
+    return FinetuneRecipe(task="preference", output_dir=str(folder / "run"), **files, **small | fields)
+
+
+@pytest.mark.parametrize("loss", ["dpo", "ipo", "hinge", "simpo", "orpo"])
+def test_a_loss_of_pairs_refuses_a_single_answer(loss: str, checkpoint: Path, tmp_path: Path) -> None:
+    """Even where the file has a good and a bad answer of one prompt: nobody has compared them."""
+    recipe = small_recipe(checkpoint, tmp_path, [*ROWS[:2], *SINGLE_ROWS[:2]], preference_loss=loss)
+    with pytest.raises(UserError, match=r"answers\.jsonl: Example 3 has one answer.*--preference-loss kto"):
+        finetune(recipe)
+
+
+def test_single_answers_have_the_loss_kto_by_default(
+    checkpoint: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    finetune(small_recipe(checkpoint, tmp_path, [ROWS[0], *SINGLE_ROWS[:2]]))
+    assert "some rows have one answer and its label: the loss is kto" in " ".join(capsys.readouterr().err.split())
+    assert json.loads((tmp_path / "run" / "final" / "task.json").read_text())["preference"]["loss"] == "kto"
+    assert "preference_loss: null" in (tmp_path / "run" / "recipe.yaml").read_text()
+    assert made("", PAIRS)[0].preference.loss == "dpo"
+    with pytest.raises(UserError, match="label_smoothing is for dpo and simpo, not for kto"):
+        made("", LABELLED, label_smoothing=0.1)
 
 
 @pytest.mark.slow

@@ -10,7 +10,14 @@ from firth.core.console import format_count, quiet, say
 from firth.core.files import write_json
 from firth.models import Model
 from firth.tasks.finetune_job import FinetuneJob, make_finetune_batch_fn
-from firth.tasks.preference import PreferenceLoss, PreferenceTask, checksum_answers, list_answers, with_references
+from firth.tasks.preference import (
+    SINGLE_ANSWER_LOSS,
+    PreferenceLoss,
+    PreferenceTask,
+    checksum_answers,
+    list_answers,
+    with_references,
+)
 from firth.tasks.reward import RewardLoss, RewardTask
 from firth.tasks.seed_model import build_seed_model
 from firth.train.resume import read_results
@@ -67,7 +74,7 @@ def make_loss_fn(
     if not isinstance(task, PreferenceTask):
         return None, None
     loss = PreferenceLoss(model, task.preference, job.compute.device)
-    if task.preference.loss != "kto":
+    if task.preference.loss != SINGLE_ANSWER_LOSS:
         return loss, None
     mismatched = make_finetune_batch_fn(job.recipe, task, items, collate=task.collate_mismatched)
     return loss, lambda step: loss.update_kl(mismatched(step), job.compute)

@@ -10,6 +10,7 @@ from firth.tasks.chain import describe_start
 from firth.tasks.finetune_data import FinetuneData
 from firth.tasks.finetune_job import FinetuneJob
 from firth.tasks.multitask import MultiTask, mixing_rates
+from firth.tasks.preference import DEFAULT_LOSS, PreferenceTask
 from firth.tasks.recipe import FinetuneRecipe
 from firth.tasks.seed_model import has_same_labels
 from firth.tasks.task import Task
@@ -23,6 +24,7 @@ def describe_job(job: FinetuneJob, config: ModelConfig) -> list[str]:
     return [
         *describe_length_limit(config, recipe),
         *describe_missing_shots(recipe, job.data),
+        *describe_preference_loss(recipe, task),
         *describe_mixture(recipe, job),
         *describe_teacher(recipe, job),
         *task.notices,
@@ -48,6 +50,13 @@ def describe_missing_shots(recipe: FinetuneRecipe, data: FinetuneData) -> list[s
     return [
         f"shots is {recipe.shots:,}, and {recipe.train} has {format_count(len(data.train), 'example')}: all are taken."
     ]
+
+
+def describe_preference_loss(recipe: FinetuneRecipe, task: Task) -> list[str]:
+    """Notice: the examples have chosen another loss than the default."""
+    if not isinstance(task, PreferenceTask) or recipe.preference_loss or task.preference.loss == DEFAULT_LOSS:
+        return []
+    return [f"some rows have one answer and its label: the loss is {task.preference.loss} (--preference-loss)"]
 
 
 def describe_mixture(recipe: FinetuneRecipe, job: FinetuneJob) -> list[str]:

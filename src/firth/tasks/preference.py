@@ -51,6 +51,8 @@ from firth.tokens import Tokenizer
 from firth.train import ComputeConfig
 
 LossName = Literal["dpo", "ipo", "hinge", "simpo", "orpo", "kto"]
+DEFAULT_LOSS: LossName = "dpo"
+SINGLE_ANSWER_LOSS: LossName = "kto"  # the one that learns from single answers; the others compare two of a prompt
 REFERENCE_FREE_LOSSES = ("simpo", "orpo")
 MEAN_LOGP_LOSSES = ("ipo", "simpo", "orpo")  # losses of the mean over an answer's tokens, not of the sum
 DEFAULT_BETAS: Mapping[str, float] = {"simpo": 2.0}  # the paper's; 0.1 for the others
@@ -62,7 +64,7 @@ GOOD, BAD = 0, 1  # sides of a pair, and of a labelled answer: the last bit of i
 class PreferenceConfig(NamedTuple):
     """A loss and its settings."""
 
-    loss: LossName = "dpo"
+    loss: LossName = DEFAULT_LOSS
     beta: float = DEFAULT_BETA
     label_smoothing: float = 0.0
     gamma: float = DEFAULT_GAMMA
@@ -124,6 +126,7 @@ class PreferenceTask(LanguageModelingTask):
     # --- examples to items
 
     def encode(self, examples: Sequence[Example]) -> list[EncodedPreference]:  # type: ignore[override]
+        self.check_pairs(examples)
         prompts = [self.parse_prompt(e) for e in examples]
         sides = [answer_sides(e) for e in examples]
         answers = [(e.id, prompt, text) for e, prompt in zip(examples, prompts, strict=True) for text in e.references]
@@ -132,7 +135,7 @@ class PreferenceTask(LanguageModelingTask):
             EncodedPreference(tuple(EncodedAnswer(next(sequences), side) for side in of_example))
             for of_example in sides
         ]
-        if self.preference.loss != "kto":
+        if self.preference.loss != SINGLE_ANSWER_LOSS:
             return items
         # the answer of the next example, in the file's order: a fixed choice, so that its reference is computed once
         others = [examples[(i + 1) % len(examples)].references[0] for i in range(len(examples))]
@@ -140,6 +143,16 @@ class PreferenceTask(LanguageModelingTask):
             [(e.id, prompt, text) for e, prompt, text in zip(examples, prompts, others, strict=True)]
         )
         return [replace(item, mismatched=EncodedAnswer(next(sequences), GOOD)) for item in items]
+
+    def check_pairs(self, examples: Sequence[Example]) -> None:
+        """Refuse a single answer where the loss compares two answers of a prompt."""
+        loss = self.preference.loss
+        single = next((e for e in examples if len(e.references) == 1), None)
+        if single is not None and loss != SINGLE_ANSWER_LOSS:
+            raise UserError(
+                f"Example {shorten(single.id)} has one answer, and the loss {loss} compares two answers of a prompt. "
+                f"Add --preference-loss {SINGLE_ANSWER_LOSS}, or give rows of prompt, chosen, rejected."
+            )
 
     def parse_prompt(self, example: Example) -> ChatMessages:
         return list(zip(example.texts[::2], example.texts[1::2], strict=True))
@@ -255,6 +268,15 @@ def preference_scores(predictions: Sequence[Sequence[Mapping[str, float]]]) -> d
     }
 
 
+def choose_preference_loss(examples: Sequence[Example]) -> LossName:
+    """Return the loss that these examples need where nobody has chosen one.
+
+    Answers of one prompt that are labelled apart are no pair: a label says that an answer is good, not that it is
+    better than another one.
+    """
+    return SINGLE_ANSWER_LOSS if any(len(e.references) == 1 for e in examples) else DEFAULT_LOSS
+
+
 def answer_sides(example: Example) -> tuple[int, ...]:
     """Return the sides of an example's answers: of a pair chosen and rejected; of one answer its label."""
     return (GOOD, BAD) if len(example.references) == 2 else (GOOD if example.target else BAD,)
@@ -291,7 +313,7 @@ class PreferenceLoss:
         change = logp - reference if self.config.needs_reference else logp
         score = change / length.clamp(min=1) if self.config.loss in MEAN_LOGP_LOSSES else change
         beta, weight = self.config.beta, used.to(logp.dtype)
-        if self.config.loss == "kto":
+        if self.config.loss == SINGLE_ANSWER_LOSS:
             sign = score.new_tensor([1.0, -1.0])
             loss = ((1 - torch.sigmoid(beta * sign * (score - self.kl))) * weight).sum()
         else:
@@ -303,7 +325,7 @@ class PreferenceLoss:
                 name: 2 * (beta * score[:, side] * pairs).sum()
                 for name, side in (("reward_chosen", GOOD), ("reward_rejected", BAD))
             }
-            if self.config.loss == "kto":
+            if self.config.loss == SINGLE_ANSWER_LOSS:
                 figures["kl"] = self.kl * weight.sum()
         return {"targets": loss, **{f"{name}/targets": value for name, value in figures.items()}}
 

@@ -58,6 +58,11 @@ def read_task_file(checkpoint: Path) -> dict[str, Any]:
     return read_object(file, TaskFile) if file.is_file() else {}
 
 
+def check_label_smoothing(label_smoothing: float, loss: str) -> None:
+    if label_smoothing and loss not in LABEL_SMOOTHING_LOSSES:
+        raise UserError(f"label_smoothing is for {' and '.join(LABEL_SMOOTHING_LOSSES)}, not for {loss}: leave it out.")
+
+
 def check_mixing_weights(weights: Mapping[str, float], tasks: Collection[str]) -> None:
     """Raise a UserError unless each task has a positive weight."""
     for name, weight in weights.items():
@@ -95,6 +100,7 @@ DISTILLATION_FIELDS = (
     "augment_rate",
     "augment_model",
 )
+LABEL_SMOOTHING_LOSSES = ("dpo", "simpo")  # of preference tuning
 PREFERENCE_FIELDS = ("preference_loss", "beta", "label_smoothing", "simpo_gamma")
 MIN_SEARCH_SETTINGS = 4
 MULTITASK = "multi-task"  # the task of a recipe with several
@@ -269,10 +275,11 @@ class FinetuneRecipe(TrainingConfig):
         "embed: multiply cosines by this scale (inverse temperature) before the softmax over the batch.",
         shown_default="20, or the embedder's own",
     )
-    preference_loss: Literal["dpo", "ipo", "hinge", "simpo", "orpo", "kto"] = recipe_field(
-        "dpo",
+    preference_loss: Literal["dpo", "ipo", "hinge", "simpo", "orpo", "kto"] | None = recipe_field(
+        None,
         "preference: dpo, ipo and hinge compare with the checkpoint; simpo and orpo do not; kto learns from single "
         "answers that are good or bad.",
+        shown_default="dpo; kto where a row has one answer",
     )
     beta: float | None = recipe_field(
         None,
@@ -455,8 +462,8 @@ class FinetuneRecipe(TrainingConfig):
             raise UserError(f"beta is {self.beta}; it must be above 0.")
         if not 0 <= self.label_smoothing < 0.5:
             raise UserError(f"label_smoothing is {self.label_smoothing}; it must be at least 0 and below 0.5.")
-        if self.label_smoothing and self.preference_loss not in ("dpo", "simpo"):
-            raise UserError(f"label_smoothing is for dpo and simpo, not for {self.preference_loss}.")
+        if self.preference_loss is not None:
+            check_label_smoothing(self.label_smoothing, self.preference_loss)
         if self.simpo_gamma < 0:
             raise UserError(f"simpo_gamma is {self.simpo_gamma}; it must be at least 0.")
 

@@ -20,8 +20,15 @@ from firth.tasks.embed import EmbeddingTask
 from firth.tasks.extract import ExtractTask, infer_example_schema, longest_target_tokens
 from firth.tasks.head_task import HeadTask
 from firth.tasks.lm import LanguageModelingTask, collect_roles
-from firth.tasks.preference import DEFAULT_BETA, DEFAULT_BETAS, PreferenceConfig, PreferenceTask
-from firth.tasks.recipe import FINETUNE_TASKS, PREFERENCE_FIELDS
+from firth.tasks.preference import (
+    DEFAULT_BETA,
+    DEFAULT_BETAS,
+    DEFAULT_LOSS,
+    PreferenceConfig,
+    PreferenceTask,
+    choose_preference_loss,
+)
+from firth.tasks.recipe import FINETUNE_TASKS, PREFERENCE_FIELDS, check_label_smoothing
 from firth.tasks.regress import RegressionTask
 from firth.tasks.relation import RelationTask, WordInContextTask
 from firth.tasks.reward import DEFAULT_ROLES, RewardTask
@@ -109,11 +116,13 @@ def make_head_task(
 
 def make_preference_config(facts: Mapping[str, Any]) -> PreferenceConfig:
     """Return the loss of preference tuning, with the default beta of its paper."""
-    loss, beta = facts.get("preference_loss", "dpo"), facts.get("beta")
+    loss, beta = facts.get("preference_loss") or DEFAULT_LOSS, facts.get("beta")
+    label_smoothing = facts.get("label_smoothing", 0.0)
+    check_label_smoothing(label_smoothing, loss)
     return PreferenceConfig(
         loss,
         DEFAULT_BETAS.get(loss, DEFAULT_BETA) if beta is None else beta,
-        facts.get("label_smoothing", 0.0),
+        label_smoothing,
         facts.get("simpo_gamma", 1.0),
     )
 
@@ -142,6 +151,7 @@ def infer_task_metadata(name: str, examples: Sequence[Example], config: ModelCon
         facts["roles"] = collect_roles(examples)
     if name == "preference":
         facts |= {field: getattr(recipe, field) for field in PREFERENCE_FIELDS}
+        facts["preference_loss"] = facts["preference_loss"] or choose_preference_loss(examples)
     if name == "extract":
         given = getattr(recipe, "json_schema", "")
         facts["json_schema"] = read_object(Path(given)) if given else infer_example_schema(examples)
