@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from collections import Counter
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -30,6 +31,7 @@ from firth.tasks.preference import (
     with_references,
 )
 from firth.text import Example, read_labelled
+from firth.train.step_runner import metric_means
 
 PAIRS = [
     Example(0, ("user", "the cat lives"), references=("near the river", "not near the blue garden and the fox")),
@@ -173,6 +175,35 @@ def test_kto_by_its_equation(examples: list[Example]) -> None:
     assert mean_loss(loss, task.collate(items)).item() == pytest.approx(torch.stack(values).mean().item(), abs=1e-5)
 
 
+GOOD_GOOD_BAD_BAD = [e._replace(target=good) for e, good in zip(LABELLED, (True, True, False, False), strict=True)]
+
+
+@pytest.mark.parametrize("examples", [LABELLED, GOOD_GOOD_BAD_BAD, [*LABELLED, *PAIRS], LABELLED[2:], PAIRS])
+def test_the_figures_of_kto_are_those_of_the_same_answers_on_dev(examples: list[Example]) -> None:
+    """A good answer that is followed by another example's bad one is no pair."""
+    task, model = made("kto", examples)
+    items = referenced(task, other(model), examples)
+    loss = PreferenceLoss(model, task.preference, CPU.device)
+    parts, counts = Counter[str](), Counter[str]()
+    for some in (items[:3], items[3:]):
+        if some:
+            batch = task.collate(some)
+            parts.update({name: value.item() for name, value in loss(batch.to(CPU.device)).items()})
+            counts.update(batch.loss_counts)
+    assert counts["answer_pairs"] == sum(len(e.references) == 2 for e in examples)
+    divisors = {name: torch.tensor(float(count)) for name, count in counts.items()}
+    found = {name: float(value) for name, value in metric_means(parts, divisors).items()}
+    scores = task.score(examples, task.predict(model, items, CPU, 8))
+    for name in ("reward_chosen", "reward_rejected"):
+        assert found[name] == pytest.approx(scores[name], abs=1e-5, nan_ok=True)
+    hits = [is_preferred(p.prediction) for p in task.predict(model, items, CPU, 8)]
+    answers = [hit for hit, e in zip(hits, examples, strict=True) for _ in e.references]
+    assert found["accuracy"] == pytest.approx(np.mean(answers))
+    if examples is PAIRS:
+        assert found["margin"] == pytest.approx(scores["margin"], abs=1e-5)
+    assert scores["margin"] == pytest.approx(scores["reward_chosen"] - scores["reward_rejected"], nan_ok=True)
+
+
 def test_scores_and_predictions() -> None:
     task, model = made("dpo")
     reference = other(model)
@@ -219,11 +250,11 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-@pytest.mark.parametrize("loss", ["dpo", "kto"])
+@pytest.mark.parametrize(("loss", "rows"), [("dpo", "pairs"), ("kto", "pairs"), ("kto", "single")])
 def test_tuning_prefers_the_chosen_answers_and_resumes_exactly(
-    loss: str, checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    loss: str, rows: str, checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    data = write_rows(tmp_path / "pairs.jsonl", ROWS)
+    data = write_rows(tmp_path / "pairs.jsonl", ROWS if rows == "pairs" else SINGLE_ROWS)
     recipe = FinetuneRecipe(
         checkpoint=str(checkpoint),
         task="preference",
@@ -240,11 +271,13 @@ def test_tuning_prefers_the_chosen_answers_and_resumes_exactly(
         device="cpu",
     )
     found = finetune(recipe)
-    assert found["mean"] == 1.0
+    assert found["mean"] == 1.0 if rows == "pairs" else found["mean"] > 0.6
     log = [json.loads(line) for line in (tmp_path / "run" / "seed-0" / "log.jsonl").read_text().splitlines()]
     losses = [line["loss"] for line in log if "loss" in line]
     assert losses[0] == pytest.approx(math.log(2) if loss == "dpo" else 0.5, abs=0.02)
     assert losses[-1] < losses[0]
+    figures = {"accuracy", "reward_chosen", "reward_rejected"} | ({"margin"} if rows == "pairs" else set())
+    assert all(figures <= set(line) for line in log if "loss" in line)
     assert json.loads((tmp_path / "run" / "final" / "task.json").read_text())["task"] == "lm", "it stays a chat model"
     stopped = replace(recipe, output_dir=str(tmp_path / "stopped"))
     with monkeypatch.context() as patch:

@@ -37,7 +37,9 @@ class Batch(NamedTuple):
     task_labels: Any = None  # by task (see below)
     char_ids: Any = None  # (B, T, 50)
     reset_state: Any = None  # (B,) True where a row starts a new stream and recurrent state is reset
-    group_ids: Any = None  # (B, K) question, pair or answer that a text or a target belongs to; -1 in unused slots
+    # (B, K) question, pair or answer that a text or a target belongs to; -1 in unused slots. Chosen and rejected answer
+    # of example i are 2 i and 2 i + 1.
+    group_ids: Any = None
     reference_logps: Any = None  # (B, K) preference: log-likelihood of the target's answer under the reference
     soft_labels: Any = None  # distillation: the teacher's logits, in the shape of the student's; NaN in unused slots
     head: Any = None  # several tasks: the name (str) of the head that reads this batch
@@ -69,6 +71,8 @@ class Batch(NamedTuple):
             counts["lm_targets"] = _num_labels(self.labels)
         if self.soft_labels is not None:
             counts["soft_targets"] = self.num_soft_targets
+        if self.reference_logps is not None:
+            counts |= _count_answers(self.group_ids)
         return counts if self.pair_labels is None else counts | {"pairs": len(self.pair_labels)}
 
     @property
@@ -113,6 +117,15 @@ def _num_labels(labels: Any) -> int:
 
 def _num_groups(group_ids: Any) -> int:
     return int((np.unique(to_numpy(group_ids)) >= 0).sum())
+
+
+def _count_answers(group_ids: Any) -> dict[str, int]:
+    """Number of chosen (even) and rejected (odd) answers, and of pairs: 2 i and 2 i + 1."""
+    groups = np.unique(to_numpy(group_ids))
+    groups = groups[groups >= 0]
+    chosen = groups[groups % 2 == 0]
+    pairs = np.intersect1d(chosen + 1, groups)
+    return {"chosen": len(chosen), "rejected": len(groups) - len(chosen), "answer_pairs": len(pairs)}
 
 
 def to_numpy(array: Any) -> np.ndarray:

@@ -179,18 +179,19 @@ class PreferenceTask(LanguageModelingTask):
     # --- items to batches and scores
 
     def collate(self, items: Sequence[EncodedPreference]) -> Batch:  # type: ignore[override]
-        """Pack the answers. `group_ids` number them, with the side in the last bit."""
-        return self.pack_answers([answer for item in items for answer in item.answers]).batch
+        """Pack the answers. `group_ids` number them: 2 i and 2 i + 1 for the good and the bad answer of example i."""
+        numbers = [2 * i + answer.side for i, item in enumerate(items) for answer in item.answers]
+        return self.pack_answers([answer for item in items for answer in item.answers], numbers).batch
 
     def collate_mismatched(self, items: Sequence[EncodedPreference]) -> Batch:
         return self.pack_answers([item.mismatched for item in items if item.mismatched is not None]).batch
 
-    def pack_answers(self, answers: Sequence[EncodedAnswer]) -> PackedAnswers:
+    def pack_answers(self, answers: Sequence[EncodedAnswer], numbers: Sequence[int] | None = None) -> PackedAnswers:
+        """Pack answers with their numbers as group ids; without numbers, each is an example of its own."""
         packed = pack_decoder_examples([answer.sequence for answer in answers], self.max_length, self.pad_id)
         length_S = packed.answer_lengths
         group_BK = np.full_like(packed.batch.labels, -1)
-        # the two answers of a pair follow each other: 2 i and 2 i + 1; a single one skips the number of the other
-        group_S = number_answers([answer.side for answer in answers])
+        group_S = [2 * i + answer.side for i, answer in enumerate(answers)] if numbers is None else numbers
         group_BK.reshape(-1)[packed.label_slots] = np.repeat(group_S, length_S)
         reference_BK = np.zeros(group_BK.shape, np.float32)
         reference_BK.reshape(-1)[packed.label_slots] = np.repeat([a.reference_logp for a in answers], length_S)
@@ -245,25 +246,25 @@ def is_preferred(answers: Sequence[Mapping[str, float]]) -> bool:
 
 
 def preference_scores(predictions: Sequence[Sequence[Mapping[str, float]]]) -> dict[str, float]:
-    """Return the share of pairs whose chosen answer has the higher reward, the mean margin and rewards.
+    """Return the share of pairs whose chosen answer has the higher reward, the mean rewards, and their difference.
 
-    Single answers count as right where the reward of a good one is above 0, and of a bad one below.
+    Single answers count as right where the reward of a good one is above 0, and of a bad one below. Of pairs, the
+    difference of the means is the mean margin.
     """
     rewards: tuple[list[float], list[float]] = ([], [])
-    hits, margins = [], []
+    hits = []
     for answers in predictions:
         for answer in answers:
             rewards[int(answer["side"])].append(answer["reward"])
         hits.append(is_preferred(answers))
-        if len(answers) == 2:
-            margins.append(answers[GOOD]["reward"] - answers[BAD]["reward"])
+    good, bad = (float(np.mean(values)) if values else float("nan") for values in rewards)
     chosen = [answer for answers in predictions for answer in answers if answer["side"] == GOOD]
     nats, tokens = -sum(answer["logp"] for answer in chosen), sum(answer["tokens"] for answer in chosen)
     return {
         "accuracy": float(np.mean(hits)),
-        "margin": float(np.mean(margins)) if margins else float("nan"),
-        "reward_chosen": float(np.mean(rewards[GOOD])) if rewards[GOOD] else float("nan"),
-        "reward_rejected": float(np.mean(rewards[BAD])) if rewards[BAD] else float("nan"),
+        "margin": good - bad,
+        "reward_chosen": good,
+        "reward_rejected": bad,
         "perplexity_chosen": float(np.exp(nats / tokens)) if tokens else float("nan"),
     }
 
@@ -280,19 +281,6 @@ def choose_preference_loss(examples: Sequence[Example]) -> LossName:
 def answer_sides(example: Example) -> tuple[int, ...]:
     """Return the sides of an example's answers: of a pair chosen and rejected; of one answer its label."""
     return (GOOD, BAD) if len(example.references) == 2 else (GOOD if example.target else BAD,)
-
-
-def number_answers(sides: Sequence[int]) -> np.ndarray:
-    """Return (S,) group ids: increasing, with the side in the last bit, so that a pair has 2 i and 2 i + 1.
-
-    >>> number_answers([0, 1, 0, 1]).tolist(), number_answers([0, 0, 1, 1]).tolist()
-    ([0, 1, 2, 3], [0, 2, 3, 5])
-    """
-    ids: list[int] = []
-    for side in sides:
-        last = ids[-1] if ids else -1
-        ids.append(last + 1 if (last + 1) % 2 == side else last + 2)
-    return np.array(ids, np.int64)
 
 
 class PreferenceLoss:
@@ -319,15 +307,25 @@ class PreferenceLoss:
         else:
             loss = 2 * (self.pair_losses(score) * weight.prod(1)).sum()
         with torch.no_grad():
-            margin, pairs = beta * (score[:, GOOD] - score[:, BAD]), weight.prod(1)
-            figures = {"accuracy": 2 * ((margin > 0) * pairs).sum(), "margin": 2 * (margin * pairs).sum()}
-            figures |= {
-                name: 2 * (beta * score[:, side] * pairs).sum()
-                for name, side in (("reward_chosen", GOOD), ("reward_rejected", BAD))
-            }
-            if self.config.loss == SINGLE_ANSWER_LOSS:
-                figures["kl"] = self.kl * weight.sum()
-        return {"targets": loss, **{f"{name}/targets": value for name, value in figures.items()}}
+            figures = self.sum_figures(beta * score, weight)
+        return {"targets": loss, **figures}
+
+    def sum_figures(self, reward: Tensor, weight: Tensor) -> dict[str, Tensor]:
+        """Return sums to log by NAME/COUNT from the rewards of the answers, (pairs, 2); a missing answer has weight 0.
+
+        A pair is right where the chosen answer has the higher reward, a single answer where the sign of its reward is
+        that of its label.
+        """
+        pair, margin = weight.prod(1), reward[:, GOOD] - reward[:, BAD]
+        single = weight * (1 - pair)[:, None]
+        right = 2 * ((margin > 0) * pair).sum() + ((reward * reward.new_tensor([1.0, -1.0]) > 0) * single).sum()
+        figures = {
+            "accuracy/targets": right,
+            "margin/answer_pairs": (margin * pair).sum(),
+            "reward_chosen/chosen": (reward * weight)[:, GOOD].sum(),
+            "reward_rejected/rejected": (reward * weight)[:, BAD].sum(),
+        }
+        return figures | ({"kl/targets": self.kl * weight.sum()} if self.config.loss == SINGLE_ANSWER_LOSS else {})
 
     def sum_answers(self, batch: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """Return by group id: log-likelihood, number of tokens, the reference's log-likelihood, whether it is used."""

@@ -36,7 +36,7 @@ from firth.models import Head, Model, ModelConfig, head_for_task, make_sequence_
 from firth.objectives import Batch
 from firth.tasks.chat import ASSISTANT_ROLE, ChatMessages, ChatTemplate, add_chat_template, list_rows
 from firth.tasks.head_task import Array, EncodedExample, HeadTask, PackedBatch, gather_answer_logits
-from firth.tasks.preference import BAD, GOOD, number_answers
+from firth.tasks.preference import BAD, GOOD
 from firth.tasks.task import Prediction
 from firth.tasks.template import EncodedSequence
 from firth.tasks.text_to_text import AnswerConfig
@@ -127,11 +127,11 @@ class RewardTask(HeadTask):
     def collate(self, items: Sequence[EncodedExample]) -> Batch:
         """Pack the answers, both of a pair in one batch. `group_ids` number them, with the side in the last bit."""
         packed = self.pack_items(items)
-        sides = [side for item in items for side in range(len(item.sequences))]
+        numbers = [2 * i + side for i, item in enumerate(items) for side in range(len(item.sequences))]
         margins = [item.label or 0.0 for item in items for _ in item.sequences]
         return packed.batch._replace(
             labels=None,
-            group_ids=self.scatter_labels(packed, number_answers(sides), -1),
+            group_ids=self.scatter_labels(packed, np.array(numbers, np.int64), -1),
             task_labels=self.scatter_labels(packed, margins, 0.0, np.float32),
         )
 

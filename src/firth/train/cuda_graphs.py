@@ -101,7 +101,8 @@ class CudaGraphStep(StepRunner):
         with self.compute.autocast():
             counts = dict(zip(inputs.loss_names, inputs.counts, strict=True))
             parts = self.loss_fn(inputs.batch)
-            loss = torch.stack([part / counts[name] for name, part in parts.items() if "/" not in name]).sum()
+            shares = [part / counts[name].clamp(min=1) for name, part in parts.items() if "/" not in name]
+            loss = torch.stack(shares).sum()
         metrics = metric_means(parts, counts)
         (loss * inputs.loss_scale).backward()
         return StepOutputs(loss.detach(), metrics)
@@ -157,4 +158,4 @@ class CudaGraphStep(StepRunner):
 
 
 def loss_divisors(names: list[str], counts: Mapping[str, int]) -> Tensor:
-    return torch.tensor([float(max(counts[name], 1)) for name in names])
+    return torch.tensor([float(counts[name]) for name in names])

@@ -403,7 +403,8 @@ class StepRecord(NamedTuple):
         """Return loss, gradient norm and skip flag; losses and accuracies that the loss consists of; weights."""
         values, size = self.read_values(), len(StepOutcome._fields)
         end = size + len(self.metric_names)
-        metrics = dict(zip(self.metric_names, values[size:end], strict=True))
+        named = zip(self.metric_names, values[size:end], strict=True)
+        metrics = {name: value for name, value in named if math.isfinite(value)}  # NaN: the mean of nothing
         return StepOutcome(*values[:size]), metrics, dict(zip(self.weight_names, values[end:], strict=True))
 
     def log_entry(

@@ -63,7 +63,7 @@ class StepRunner:
         with self.compute.autocast(), recurrent_state or nullcontext():
             parts = self.loss_fn(batch.to(self.compute.device))
             loss = sum_of_means(parts, counts)
-        self.add_metrics(metric_means(parts, {name: max(count, 1) for name, count in counts.items()}))
+        self.add_metrics(metric_means(parts, counts))
         (loss if loss_scale is None else loss * loss_scale).backward()
         return loss.detach()
 
@@ -110,6 +110,9 @@ def sum_of_means(parts: Mapping[str, Any], counts: Mapping[str, int]) -> Any:
 
 
 def metric_means(parts: Mapping[str, Any], divisors: Mapping[str, Any]) -> dict[str, Any]:
-    """Divide each figure NAME/COUNT by the divisor of its count; return them by NAME."""
+    """Divide each figure NAME/COUNT by the divisor of its count; return them by NAME.
+
+    Of tensors, a figure of nothing is 0 / 0 = NaN, which no log shows.
+    """
     names = {name: name.rpartition("/") for name in parts if "/" in name}
     return {metric: parts[name] / divisors[count] for name, (metric, _, count) in names.items()}
