@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from tasks.small import CPU, model_for, parts
+from tasks.small import CPU, WORDS, model_for, parts
 from tasks.test_resume import stop_in_seed
 
 from firth.core.errors import UserError
@@ -288,6 +288,27 @@ def test_tuning_prefers_the_chosen_answers_and_resumes_exactly(
     ours, theirs = (load_model(tmp_path / name / "final") for name in ("run", "stopped"))
     for (name, p), q in zip(ours.named_parameters(), theirs.parameters(), strict=True):
         assert torch.equal(p, q), name
+
+
+def test_after_a_rewind_kto_estimates_z_from_the_examples_of_the_step(
+    checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    read: dict[str, list[list[Any]]] = {"collate": [], "collate_mismatched": []}
+
+    def record(name: str, original: Any) -> None:
+        def collate(task: PreferenceTask, items: Any) -> Any:
+            read[name].append([item.answers[0].sequence.ids for item in items])
+            return original(task, items)
+
+        monkeypatch.setattr(PreferenceTask, name, collate)
+
+    for name in read:
+        record(name, getattr(PreferenceTask, name))
+    rows = [{"prompt": word, "completion": "is red", "label": True} for word in WORDS]
+    fields: dict[str, Any] = {"per_device_train_batch_size": 3, "max_steps": 3}
+    finetune(small_recipe(checkpoint, tmp_path, rows, skips={"seed-0": ((1, 2),)}, **fields))
+    assert len(read["collate_mismatched"]) == 3
+    assert read["collate_mismatched"] == read["collate"][:3]
 
 
 @pytest.mark.parametrize(

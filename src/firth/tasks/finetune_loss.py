@@ -65,9 +65,12 @@ def with_reference_logps(job: FinetuneJob) -> FinetuneJob:
 
 
 def make_loss_fn(
-    job: FinetuneJob, model: Model, items: Sequence[Any]
+    job: FinetuneJob, model: Model, items: Sequence[Any], skips: Sequence[tuple[int, int]] = ()
 ) -> tuple[LossFn | None, Callable[[int], None] | None]:
-    """Return the loss of a task that has its own, and what it does before each step; None for `Model.losses`."""
+    """Return the loss of a task that has its own, and what it does before each step; None for `Model.losses`.
+
+    `skips` are those of the batches (`make_finetune_batch_fn`): what is done before a step is about its examples.
+    """
     task = job.task
     if isinstance(task, RewardTask):
         return RewardLoss(model, job.recipe.center_rewards_coefficient), None
@@ -76,5 +79,5 @@ def make_loss_fn(
     loss = PreferenceLoss(model, task.preference, job.compute.device)
     if task.preference.loss != SINGLE_ANSWER_LOSS:
         return loss, None
-    mismatched = make_finetune_batch_fn(job.recipe, task, items, collate=task.collate_mismatched)
+    mismatched = make_finetune_batch_fn(job.recipe, task, items, skips, task.collate_mismatched)
     return loss, lambda step: loss.update_kl(mismatched(step), job.compute)

@@ -68,13 +68,11 @@ def train_seed(
         predictions[:] = job.predict_dev(model)
         return job.task.score(job.data.dev, predictions)
 
+    skips = recipe.skips.get(seed_folder.name, ())
     batches = ShapeCountingBatches(
-        make_finetune_batch_fn(
-            recipe, job.task, items, recipe.skips.get(seed_folder.name, ()), dist_context=dist_context
-        ),
-        job.shape_buckets,
+        make_finetune_batch_fn(recipe, job.task, items, skips, dist_context=dist_context), job.shape_buckets
     )
-    loss_fn, before_step = make_loss_fn(replace(job, recipe=recipe), model, items)
+    loss_fn, before_step = make_loss_fn(replace(job, recipe=recipe), model, items, skips)
     run = TrainingRun(
         recipe,
         job.compute,
