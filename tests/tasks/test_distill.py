@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -19,6 +21,7 @@ import firth
 from firth.core.errors import UserError
 from firth.models import load_model, read_config
 from firth.models.task_distill import TaskDistillation
+from firth.tasks import distill
 from firth.tasks.augment import augment_examples, whole_words
 from firth.tasks.distill import load_teacher, with_soft_labels
 from firth.tasks.head_task import HeadTask
@@ -35,6 +38,26 @@ def kl_by_hand(teacher: Any, student: Any) -> float:
     p, q = (np.exp(np.asarray(x, np.float64) / T) for x in (teacher, student))
     p, q = p / p.sum(), q / q.sum()
     return float(T**2 * (p * (np.log(p) - np.log(q))).sum())
+
+
+def test_latencies_are_medians_after_a_warm_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A fake clock: 1 ms per example, and 9 s more in the first calls and in every third one later."""
+    now, calls = 0.0, Counter[int]()
+
+    def predict(model: Any, items: list[Any], compute: Any, batch_size: int) -> list[Any]:
+        nonlocal now
+        calls[len(items)] += 1
+        late = calls[len(items)] == 1 or calls[len(items)] % 3 == 0
+        now += 0.001 * len(items) + 9.0 * late
+        return []
+
+    monkeypatch.setattr(distill.time, "perf_counter", lambda: now)
+    (tmp_path / "model.safetensors").write_bytes(b"12345678")
+    task: Any = SimpleNamespace(encode=list, predict=predict)
+    model: Any = SimpleNamespace(num_parameters=7)
+    found = distill.measure_model(model, task, [Example(i, ("a",)) for i in range(64)], CPU, tmp_path)
+    assert found["ms_per_example"] == pytest.approx(1)
+    assert found["ms_per_example_in_batches"] == pytest.approx(1)
 
 
 @pytest.mark.parametrize("name", EXAMPLES)

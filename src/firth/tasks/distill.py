@@ -48,7 +48,8 @@ AUGMENTED_FILE, AUGMENTED_NOTE_FILE = "augmented.jsonl", "augmented.json"
 UNLABELED_TASKS = ("classify", "pair", "relation", "word-in-context", "regress", "tag")
 DISTILLED_TASKS = (*UNLABELED_TASKS, "choice", "span-qa")
 PREDICT_BATCH_SIZE = 64  # examples that the teacher reads at once
-LATENCY_EXAMPLES, LATENCY_BATCH_EXAMPLES, LATENCY_BATCH_SIZE = 50, 512, 32
+LATENCY_EXAMPLES, LATENCY_BATCH_EXAMPLES, LATENCY_BATCH_SIZE = 50, 256, 32
+LATENCY_REPEATS = 5  # timings of the same batches
 WARMUP_EXAMPLES = 3
 
 
@@ -327,7 +328,10 @@ def is_student_alone(recipe: FinetuneRecipe) -> bool:
 def measure_model(
     model: Model, task: Task, examples: Sequence[Example], compute: ComputeConfig, folder: Path
 ) -> dict[str, Any]:
-    """Return the parameters of a model, its milliseconds per example and the bytes of its weights."""
+    """Return the parameters of a model, its milliseconds per example and the bytes of its weights.
+
+    Both latencies are medians after a warm-up: another program on the machine disturbs a few timings, seldom most.
+    """
     single = list(examples[:LATENCY_EXAMPLES])
 
     def seconds(some: Sequence[Example], batch_size: int) -> float:
@@ -338,11 +342,12 @@ def measure_model(
     for e in single[:WARMUP_EXAMPLES]:
         seconds([e], 1)
     many = list(examples[:LATENCY_BATCH_EXAMPLES])
-    seconds(many[:LATENCY_BATCH_SIZE], LATENCY_BATCH_SIZE)
+    seconds(many, LATENCY_BATCH_SIZE)
+    in_batches = median(seconds(many, LATENCY_BATCH_SIZE) for _ in range(LATENCY_REPEATS))
     return {
         "parameters": model.num_parameters,
         "ms_per_example": 1000 * median(seconds([e], 1) for e in single),
-        "ms_per_example_in_batches": 1000 * seconds(many, LATENCY_BATCH_SIZE) / len(many),
+        "ms_per_example_in_batches": 1000 * in_batches / len(many),
         "bytes": sum((folder / name).stat().st_size for name in find_weight_files(folder)),
         "device": compute.device.type,
     }
