@@ -204,6 +204,25 @@ def test_the_figures_of_kto_are_those_of_the_same_answers_on_dev(examples: list[
     assert scores["margin"] == pytest.approx(scores["reward_chosen"] - scores["reward_rejected"], nan_ok=True)
 
 
+@pytest.mark.parametrize("loss", ["dpo", "ipo", "hinge", "kto"])
+def test_dev_has_the_kl_of_kto_for_every_loss_with_a_reference(loss: str) -> None:
+    task, model = made(loss)
+    reference = other(model)
+    items = task.with_mismatched(task.encode(PAIRS), PAIRS)
+    items = with_references(items, task.answer_logps(reference, list_answers(items), CPU, 2).tolist())
+    policy, changes = other(reference), []
+    with torch.no_grad():
+        for i, e in enumerate(PAIRS):
+            text = PAIRS[(i + 1) % len(PAIRS)].references[0]
+            p, q = (answer_logp(m, task, e, text)[0].item() for m in (policy, reference))
+            changes.append(p - q)
+    for sign in (1, -1):
+        scores = task.score(PAIRS, task.predict(policy, items, CPU, 2))
+        assert scores["kl"] == pytest.approx(max(0.0, sign * np.mean(changes)), abs=1e-4)
+        items = with_references(items, task.answer_logps(policy, list_answers(items), CPU, 2).tolist())
+        policy = reference
+
+
 def test_scores_and_predictions() -> None:
     task, model = made("dpo")
     reference = other(model)
@@ -271,6 +290,7 @@ def test_tuning_prefers_the_chosen_answers_and_resumes_exactly(
         device="cpu",
     )
     found = finetune(recipe)
+    assert json.loads((tmp_path / "run" / "seed-0" / "results.json").read_text())["scores"]["kl"] >= 0
     assert found["mean"] == 1.0 if rows == "pairs" else found["mean"] > 0.6
     log = [json.loads(line) for line in (tmp_path / "run" / "seed-0" / "log.jsonl").read_text().splitlines()]
     losses = [line["loss"] for line in log if "loss" in line]

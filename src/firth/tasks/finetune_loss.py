@@ -42,7 +42,7 @@ def with_reference_logps(job: FinetuneJob) -> FinetuneJob:
     task = job.task
     if not isinstance(task, PreferenceTask) or not task.preference.needs_reference:
         return job
-    train, dev = list(job.train_items.values()), list(job.dev_items)
+    train, dev = list(job.train_items.values()), task.with_mismatched(job.dev_items, job.data.dev)
     answers, file = list_answers([*train, *dev]), job.folder / REFERENCE_FILE
     checksum = checksum_answers(answers)
     stored = read_results(file, ReferenceFile)

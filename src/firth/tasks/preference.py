@@ -16,7 +16,8 @@ d = r(chosen) - r(rejected), the losses of a pair are
 - kto: for single answers that are labelled as good or bad. With z, an estimate of how far the model has moved, the loss
   is 1 - sigmoid(beta (r - z)) of a good answer and 1 - sigmoid(beta (z - r)) of a bad one (Ethayarajh et al. 2024,
   equation 8). z is the mean r of prompts with another prompt's answer, at least 0, over all examples of the step, and
-  has no gradient. A pair gives one answer of each kind.
+  has no gradient. A pair gives one answer of each kind. TRL logs z as `kl`; so do we, and on dev for all losses with a
+  reference. It is no divergence, which would need answers that the model has written.
 
 The first loss of dpo is ln 2: the model is its own reference. The reference's log-likelihoods are computed once, before
 training, and stored in the run folder: no second model is in memory. Under LoRA the reference is the base.
@@ -85,7 +86,7 @@ class EncodedAnswer:
 
 @dataclass(frozen=True)
 class EncodedPreference:
-    """The answers of an example: chosen and rejected, or one. `mismatched` has another example's answer (kto)."""
+    """The answers of an example: chosen and rejected, or one. `mismatched` has another example's answer (for z)."""
 
     answers: tuple[EncodedAnswer, ...]
     mismatched: EncodedAnswer | None = None
@@ -135,14 +136,27 @@ class PreferenceTask(LanguageModelingTask):
             EncodedPreference(tuple(EncodedAnswer(next(sequences), side) for side in of_example))
             for of_example in sides
         ]
-        if self.preference.loss != SINGLE_ANSWER_LOSS:
-            return items
-        # the answer of the next example, in the file's order: a fixed choice, so that its reference is computed once
+        return self.with_mismatched(items, examples) if self.preference.loss == SINGLE_ANSWER_LOSS else items
+
+    def with_mismatched(
+        self, items: Sequence[EncodedPreference], examples: Sequence[Example]
+    ) -> list[EncodedPreference]:
+        """Return the items of these examples with mismatched answers, where they lack them.
+
+        It is the answer of the next example in the file: a fixed choice, so that its reference is computed once.
+        """
+        if all(item.mismatched is not None for item in items):
+            return list(items)
         others = [examples[(i + 1) % len(examples)].references[0] for i in range(len(examples))]
-        sequences = self.encode_answers(
-            [(e.id, prompt, text) for e, prompt, text in zip(examples, prompts, others, strict=True)]
+        num_truncated = len(self.truncated)
+        sequences = list(
+            self.encode_answers([(e.id, self.parse_prompt(e), text) for e, text in zip(examples, others, strict=True)])
         )
-        return [replace(item, mismatched=EncodedAnswer(next(sequences), GOOD)) for item in items]
+        del self.truncated[num_truncated:]  # notices are about the examples' own answers
+        return [
+            replace(item, mismatched=EncodedAnswer(sequence, GOOD))
+            for item, sequence in zip(items, sequences, strict=True)
+        ]
 
     def check_pairs(self, examples: Sequence[Example]) -> None:
         """Refuse a single answer where the loss compares two answers of a prompt."""
@@ -214,10 +228,18 @@ class PreferenceTask(LanguageModelingTask):
     def predict(  # type: ignore[override]
         self, model: Model, items: Sequence[EncodedPreference], compute: ComputeConfig, batch_size: int
     ) -> list[Prediction]:
-        """Return for each example the log-likelihoods of its answers, their tokens, and the rewards."""
-        answers = [answer for item in items for answer in item.answers]
-        logps = iter(self.answer_logps(model, answers, compute, batch_size).tolist())
-        return [Prediction([self.describe_answer(answer, next(logps)) for answer in item.answers]) for item in items]
+        """Return for each example the log-likelihoods of its answers, their tokens, and the rewards.
+
+        `mismatched_change` is the change of log-likelihood of the mismatched answer, where the example has one.
+        """
+        logps = iter(self.answer_logps(model, list_answers(items), compute, batch_size).tolist())
+        predictions = []
+        for item in items:
+            described = [self.describe_answer(answer, next(logps)) for answer in item.answers]
+            if item.mismatched is not None:
+                described[0]["mismatched_change"] = next(logps) - item.mismatched.reference_logp
+            predictions.append(Prediction(described))
+        return predictions
 
     def describe_answer(self, answer: EncodedAnswer, logp: float) -> dict[str, float | int]:
         """Return an answer's log-likelihood, length and reward: what the loss compares, times beta."""
@@ -249,7 +271,7 @@ def preference_scores(predictions: Sequence[Sequence[Mapping[str, float]]]) -> d
     """Return the share of pairs whose chosen answer has the higher reward, the mean rewards, and their difference.
 
     Single answers count as right where the reward of a good one is above 0, and of a bad one below. Of pairs, the
-    difference of the means is the mean margin.
+    difference of the means is the mean margin. `kl` is kto's z, of these examples.
     """
     rewards: tuple[list[float], list[float]] = ([], [])
     hits = []
@@ -259,6 +281,7 @@ def preference_scores(predictions: Sequence[Sequence[Mapping[str, float]]]) -> d
         hits.append(is_preferred(answers))
     good, bad = (float(np.mean(values)) if values else float("nan") for values in rewards)
     chosen = [answer for answers in predictions for answer in answers if answer["side"] == GOOD]
+    changes = [answers[0]["mismatched_change"] for answers in predictions if "mismatched_change" in answers[0]]
     nats, tokens = -sum(answer["logp"] for answer in chosen), sum(answer["tokens"] for answer in chosen)
     return {
         "accuracy": float(np.mean(hits)),
@@ -266,6 +289,7 @@ def preference_scores(predictions: Sequence[Sequence[Mapping[str, float]]]) -> d
         "reward_chosen": good,
         "reward_rejected": bad,
         "perplexity_chosen": float(np.exp(nats / tokens)) if tokens else float("nan"),
+        **({"kl": max(0.0, float(np.mean(changes)))} if changes else {}),
     }
 
 
