@@ -8,7 +8,7 @@ from collections import Counter
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, get_args
 
 import numpy as np
 import pytest
@@ -23,6 +23,7 @@ from firth.tasks import FinetuneRecipe, finetune, make_task
 from firth.tasks.preference import (
     BAD,
     GOOD,
+    LossName,
     PreferenceConfig,
     PreferenceLoss,
     PreferenceTask,
@@ -51,6 +52,7 @@ LOSSES: list[tuple[str, dict[str, Any]]] = [
     ("hinge", {"beta": 0.5}),
     ("simpo", {"simpo_gamma": 0.5}),
     ("orpo", {}),
+    ("orpo", {"orpo_sft": "all", "beta": 0.3}),
 ]
 
 
@@ -93,6 +95,15 @@ def answer_logp(model: Model, task: PreferenceTask, example: Example, text: str)
     return logp.gather(1, torch.tensor(ids[begin:])[:, None]).sum(), len(ids) - begin
 
 
+def mean_dialogue_logp(model: Model, task: PreferenceTask, example: Example) -> torch.Tensor:
+    """The mean log-likelihood of all tokens of the prompt and the chosen answer but the first."""
+    text = task.chat_template.render([*task.parse_prompt(example), ("assistant", example.references[0])])
+    ids = torch.tensor([task.tokenizer.backend.encode(text, add_special_tokens=False).ids])
+    logits = model(ids)
+    logits = getattr(logits, "logits", logits)
+    return -F.cross_entropy(logits[0, :-1].float(), ids[0, 1:])
+
+
 def mean_loss(loss: PreferenceLoss, batch: Any) -> torch.Tensor:
     return loss(batch.to(CPU.device))["targets"] / batch.num_targets
 
@@ -119,7 +130,8 @@ def test_the_losses_follow_their_equations(name: str, fields: dict[str, Any]) ->
             expected.append(-F.logsigmoid(beta * (p_c / n_c - p_r / n_r) - 0.5))
         else:
             odds = [torch.exp(p / n) / (1 - torch.exp(p / n)) for p, n in ((p_c, n_c), (p_r, n_r))]
-            expected.append(-p_c / n_c - beta * F.logsigmoid(torch.log(odds[0] / odds[1])))
+            sft = mean_dialogue_logp(model, task, e) if fields else p_c / n_c
+            expected.append(-sft - beta * F.logsigmoid(torch.log(odds[0] / odds[1])))
     assert found.item() == pytest.approx(torch.stack(expected).mean().item(), abs=2e-5)
 
 
@@ -136,11 +148,25 @@ def test_the_first_loss_of_dpo_is_ln_2_and_only_the_last_answer_is_learned() -> 
     assert ids[positions[-1] + 1] == task.template.eos_id, "the end of the answer is learned too"
 
 
-@pytest.mark.parametrize("name", ["dpo", "ipo", "orpo"])
-def test_micro_batches_of_any_size_give_the_same_gradient(name: str) -> None:
-    task, model = made(name)
-    items = referenced(task, other(model), PAIRS)
+@pytest.mark.parametrize(
+    ("name", "fields", "examples"),
+    [
+        *((name, {}, PAIRS) for name in get_args(LossName)),
+        ("orpo", {"orpo_sft": "all"}, PAIRS),
+        ("kto", {"beta": 1.0}, [*LABELLED, *PAIRS]),
+    ],
+)
+def test_micro_batches_of_any_size_give_the_same_gradient(
+    name: str, fields: dict[str, Any], examples: list[Example]
+) -> None:
+    task, model = made(name, examples, **fields)
+    items = referenced(task, other(model), examples)
     loss = PreferenceLoss(model, task.preference, CPU.device)
+    if name == "kto":
+        loss.update_kl([task.collate_mismatched(items)], CPU)
+        whole = loss.kl.item()
+        loss.update_kl([task.collate_mismatched([item]) for item in items], CPU)
+        assert loss.kl.item() == pytest.approx(whole, abs=1e-5)
 
     def gradient(groups: list[list[Any]]) -> torch.Tensor:
         model.zero_grad()
@@ -150,7 +176,11 @@ def test_micro_batches_of_any_size_give_the_same_gradient(name: str) -> None:
             (loss(batch.to(CPU.device))["targets"] / count).backward()
         return torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None])
 
-    assert torch.allclose(gradient([items]), gradient([[item] for item in items]), atol=1e-6)
+    expected = gradient([items])
+    assert expected.abs().max() > 1e-3
+    for size in (1, 2):
+        groups = [items[i : i + size] for i in range(0, len(items), size)]
+        assert torch.allclose(expected, gradient(groups), atol=1e-6)
 
 
 @pytest.mark.parametrize("examples", [PAIRS, LABELLED])
@@ -374,6 +404,7 @@ def test_models_and_options_that_do_not_fit_are_refused(checkpoint: Path) -> Non
         ({"task": "preference", "beta": 0.0}, "beta is 0.0"),
         ({"task": "preference", "label_smoothing": 0.6}, "below 0.5"),
         ({"task": "preference", "preference_loss": "ipo", "label_smoothing": 0.1}, "for dpo and simpo"),
+        ({"task": "preference", "orpo_sft": "all"}, "add --preference-loss orpo"),
         ({"task": "preference", "from_scratch": True}, "remove from_scratch"),
         ({"task": "classify", "beta": 0.1}, "beta is for the task preference"),
     ]:
@@ -469,6 +500,60 @@ def test_dpo_beside_trl(loss: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("loss", ["orpo", "simpo"])
+def test_orpo_and_simpo_beside_the_trainers_of_trl(loss: str, tmp_path: Path) -> None:
+    """Losses and gradients of TRL's trainers on the same files, each pair a batch; and the token ids."""
+    transformers, datasets = (pytest.importorskip(name) for name in ("transformers", "datasets"))
+    shared: dict[str, Any] = {"output_dir": str(tmp_path / "trl"), "per_device_train_batch_size": 1, "use_cpu": True}
+    shared |= {"bf16": False, "gradient_checkpointing": False, "report_to": "none", "beta": 0.7}
+    if loss == "orpo":
+        module = pytest.importorskip("trl.experimental.orpo")
+        trainer_type, args, fields = module.ORPOTrainer, module.ORPOConfig(**shared), {"orpo_sft": "all"}
+    else:
+        module = pytest.importorskip("trl.experimental.cpo")
+        args = module.CPOConfig(**shared, loss_type="simpo", cpo_alpha=0.0, simpo_gamma=0.5)
+        trainer_type, fields = module.CPOTrainer, {"simpo_gamma": 0.5}
+    task, model = made(loss, beta=0.7, **fields)
+    model.save(tmp_path / "policy")
+    rows = [
+        {
+            "prompt": [{"role": role, "content": text} for role, text in task.parse_prompt(e)],
+            **{
+                name: [{"role": "assistant", "content": text}]
+                for name, text in zip(("chosen", "rejected"), e.references, strict=True)
+            },
+        }
+        for e in PAIRS
+    ]
+    trainer = trainer_type(
+        model=transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "policy"),
+        args=args,
+        train_dataset=datasets.Dataset.from_list(rows),
+        processing_class=transformers.AutoTokenizer.from_pretrained(tmp_path / "policy"),
+    )
+    items = task.encode(PAIRS)
+    theirs, their_ids = [], []
+    for batch in trainer.get_train_dataloader():
+        theirs.append(trainer.get_batch_loss_metrics(trainer.model, batch)[0])
+        their_ids += [batch[f"{side}_input_ids"][0].tolist() for side in ("chosen", "rejected")]
+    assert sorted(their_ids) == sorted(list(answer.sequence.ids) for item in items for answer in item.answers)
+    expected = torch.stack(theirs).mean()
+    found = mean_loss(PreferenceLoss(model, task.preference, CPU.device), task.collate(items))
+    assert found.item() == pytest.approx(expected.item(), abs=1e-5)
+    found.backward()
+    expected.backward()
+    for parameters in (model.parameters(), trainer.model.parameters()):
+        for p in parameters:
+            if p.grad is not None:
+                p.data.sub_(0.5 * p.grad)
+    text = torch.tensor([their_ids[0]])
+    with torch.no_grad():
+        ours = model.eval()(text)
+        ours = getattr(ours, "logits", ours)
+        assert torch.allclose(ours, trainer.model.eval()(text).logits, atol=1e-4)
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("smoothing", [0.0, 0.2])
 def test_orpo_and_simpo_beside_trl(smoothing: float) -> None:
     """Losses and gradients of TRL's functions on the same mean log-likelihoods."""
@@ -494,7 +579,9 @@ def test_orpo_and_simpo_beside_trl(smoothing: float) -> None:
         ),
     ]:
         loss = PreferenceLoss(None, config, CPU.device)  # type: ignore[arg-type]
-        for ours, expected in zip(gradient(loss.pair_losses), gradient(theirs), strict=True):
+        for ours, expected in zip(
+            gradient(lambda s, loss=loss: loss.pair_losses(s, s[:, GOOD])), gradient(theirs), strict=True
+        ):
             assert torch.allclose(ours, expected, atol=1e-5)
 
 

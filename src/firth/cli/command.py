@@ -51,7 +51,7 @@ RECIPE_TOPICS = {
     "Trained parameters": "from_scratch answer freeze unfreeze_every layer_decay class_weights layers pool bilstm crf "
     "contrastive_margin contrastive_scale lora_rank lora_alpha lora_dropout lora_targets",
     "Distillation": "teacher distill_alpha distill_temperature unlabeled augment augment_rate augment_model",
-    "Preferences": "preference_loss beta label_smoothing simpo_gamma center_rewards_coefficient",
+    "Preferences": "preference_loss beta label_smoothing simpo_gamma orpo_sft center_rewards_coefficient",
     "Seeds and scores": "search seeds metric baseline load_best early_stopping",
     "Generated answers": "max_target_length num_beams length_penalty",
     COMPUTE: "device bf16 fp16 fp8 compile gradient_checkpointing deterministic parallel shard_size cpu_offload",

@@ -12,7 +12,9 @@ d = r(chosen) - r(rejected), the losses of a pair are
 - simpo: -log sigmoid(beta m - gamma), where m is the difference of the mean log-likelihoods of a token: no reference,
   and no reward for length (Meng et al. 2024, equation 6).
 - orpo: the SFT loss of the chosen answer, plus beta times -log sigmoid(log odds ratio) of the mean log-likelihoods,
-  with odds = p / (1 - p): no reference and no SFT run before (Hong et al. 2024, equations 6 and 7).
+  with odds = p / (1 - p): no reference and no SFT run before (Hong et al. 2024, equations 6 and 7). The SFT loss is the
+  mean over the answer's tokens, as the likelihood in equation 2; with `learns_prompt` over those of the prompt too, as
+  in TRL.
 - kto: for single answers that are labelled as good or bad. With z, an estimate of how far the model has moved, the loss
   is 1 - sigmoid(beta (r - z)) of a good answer and 1 - sigmoid(beta (z - r)) of a bad one (Ethayarajh et al. 2024,
   equation 8). z is the mean r of prompts with another prompt's answer, at least 0, over all examples of the step, and
@@ -69,6 +71,7 @@ class PreferenceConfig(NamedTuple):
     beta: float = DEFAULT_BETA
     label_smoothing: float = 0.0
     gamma: float = DEFAULT_GAMMA
+    learns_prompt: bool = False  # orpo: the SFT loss covers prompt and answer
 
     @property
     def needs_reference(self) -> bool:
@@ -195,18 +198,33 @@ class PreferenceTask(LanguageModelingTask):
     def collate(self, items: Sequence[EncodedPreference]) -> Batch:  # type: ignore[override]
         """Pack the answers. `group_ids` number them: 2 i and 2 i + 1 for the good and the bad answer of example i."""
         numbers = [2 * i + answer.side for i, item in enumerate(items) for answer in item.answers]
-        return self.pack_answers([answer for item in items for answer in item.answers], numbers).batch
+        answers = [answer for item in items for answer in item.answers]
+        return self.pack_answers(answers, numbers, self.preference.learns_prompt).batch
 
     def collate_mismatched(self, items: Sequence[EncodedPreference]) -> Batch:
         return self.pack_answers([item.mismatched for item in items if item.mismatched is not None]).batch
 
-    def pack_answers(self, answers: Sequence[EncodedAnswer], numbers: Sequence[int] | None = None) -> PackedAnswers:
-        """Pack answers with their numbers as group ids; without numbers, each is an example of its own."""
-        packed = pack_decoder_examples([answer.sequence for answer in answers], self.max_length, self.pad_id)
+    def pack_answers(
+        self, answers: Sequence[EncodedAnswer], numbers: Sequence[int] | None = None, with_prompts: bool = False
+    ) -> PackedAnswers:
+        """Pack answers with their numbers as group ids; without numbers, each is an example of its own.
+
+        `with_prompts` makes the other tokens of good answers targets too. Their group id is -2 - the answer's: below 0,
+        as they are no part of it.
+        """
+        sequences = [whole_sequence(a.sequence) if with_prompts and a.side == GOOD else a.sequence for a in answers]
+        packed = pack_decoder_examples(sequences, self.max_length, self.pad_id)
         length_S = packed.answer_lengths
         group_BK = np.full_like(packed.batch.labels, -1)
         group_S = [2 * i + answer.side for i, answer in enumerate(answers)] if numbers is None else numbers
-        group_BK.reshape(-1)[packed.label_slots] = np.repeat(group_S, length_S)
+        group_A = np.repeat(group_S, length_S)
+        if with_prompts:
+            is_answer = [
+                np.isin(s.target_positions, a.sequence.target_positions)
+                for s, a in zip(sequences, answers, strict=True)
+            ]
+            group_A = np.where(np.concatenate(is_answer), group_A, -2 - group_A)
+        group_BK.reshape(-1)[packed.label_slots] = group_A
         reference_BK = np.zeros(group_BK.shape, np.float32)
         reference_BK.reshape(-1)[packed.label_slots] = np.repeat([a.reference_logp for a in answers], length_S)
         return packed._replace(batch=packed.batch._replace(group_ids=group_BK, reference_logps=reference_BK))
@@ -250,6 +268,11 @@ class PreferenceTask(LanguageModelingTask):
 
     def score(self, examples: Sequence[Example], predictions: Sequence[Prediction]) -> dict[str, float]:
         return preference_scores([p.prediction for p in predictions])
+
+
+def whole_sequence(sequence: DecoderExample) -> DecoderExample:
+    """Return a sequence whose targets are all of its tokens but the first."""
+    return sequence._replace(target_positions=range(len(sequence.ids) - 1))
 
 
 def pair_rewards(prediction: Any) -> tuple[float, float] | None:
@@ -319,8 +342,7 @@ class PreferenceLoss:
         self.kl = torch.zeros((), device=device)  # kto's z, of the current step
 
     def __call__(self, batch: Any) -> dict[str, Tensor]:
-        logp_S, length_S, reference_S, is_used_S = self.sum_answers(batch)
-        logp, length, reference, used = (x.view(-1, 2) for x in (logp_S, length_S, reference_S, is_used_S))
+        logp, length, reference, used, sft_logp = (x.view(-1, 2) for x in self.sum_answers(batch))
         # rewards of the answers, (pairs, 2); unused slots are 0
         change = logp - reference if self.config.needs_reference else logp
         score = change / length.clamp(min=1) if self.config.loss in MEAN_LOGP_LOSSES else change
@@ -329,7 +351,7 @@ class PreferenceLoss:
             sign = score.new_tensor([1.0, -1.0])
             loss = ((1 - torch.sigmoid(beta * sign * (score - self.kl))) * weight).sum()
         else:
-            loss = 2 * (self.pair_losses(score) * weight.prod(1)).sum()
+            loss = 2 * (self.pair_losses(score, sft_logp[:, GOOD]) * weight.prod(1)).sum()
         with torch.no_grad():
             figures = self.sum_figures(beta * score, weight)
         return {"targets": loss, **figures}
@@ -351,25 +373,34 @@ class PreferenceLoss:
         }
         return figures | ({"kl/targets": self.kl * weight.sum()} if self.config.loss == SINGLE_ANSWER_LOSS else {})
 
-    def sum_answers(self, batch: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """Return by group id: log-likelihood, number of tokens, the reference's log-likelihood, whether it is used."""
+    def sum_answers(self, batch: Any) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+        """Return by group id what is known of an answer.
+
+        These are its log-likelihood, number of tokens, log-likelihood under the reference, whether there is one, and
+        the mean log-likelihood of its tokens with those of the prompt that are targets.
+        """
         head = self.model.head
         assert isinstance(head, LMHeadModule)
         x_ND = self.model.target_hidden_states(batch).flatten(0, -2)
         logits_NV = head(x_ND, self.model.embed.tokens.weight).float()
         label_N, group_N = batch.labels.flatten(), batch.group_ids.flatten()
         is_target = group_N >= 0
-        logp_N = -F.cross_entropy(logits_NV, label_N.clamp(min=0), reduction="none") * is_target
+        logp_N = -F.cross_entropy(logits_NV, label_N.clamp(min=0), reduction="none")
         size = 2 * group_N.numel() + 2  # a fixed shape: each answer has a slot or more, and two numbers at most
-        index_N = torch.where(is_target, group_N, size - 1)
         zero = logp_N.new_zeros(size)
-        count_S = zero.index_add(0, index_N, is_target.to(zero.dtype))
-        logp_S = zero.index_add(0, index_N, logp_N)
-        reference_S = zero.index_add(0, index_N, batch.reference_logps.flatten()) / count_S.clamp(min=1)
-        return logp_S, count_S, reference_S, count_S > 0
 
-    def pair_losses(self, score: Tensor) -> Tensor:
-        """Return the loss of each pair from the scores of its answers, (pairs, 2)."""
+        def sum_where(used_N: Tensor, value_N: Tensor) -> Tensor:
+            number_N = torch.where(is_target, group_N, -2 - group_N)
+            return zero.index_add(0, torch.where(used_N, number_N, size - 1), value_N * used_N)
+
+        count_S, logp_S = sum_where(is_target, torch.ones_like(logp_N)), sum_where(is_target, logp_N)
+        reference_S = sum_where(is_target, batch.reference_logps.flatten()) / count_S.clamp(min=1)
+        is_learned_N = group_N != -1
+        learned_S = sum_where(is_learned_N, torch.ones_like(logp_N)).clamp(min=1)
+        return logp_S, count_S, reference_S, count_S > 0, sum_where(is_learned_N, logp_N) / learned_S
+
+    def pair_losses(self, score: Tensor, sft_logp: Tensor) -> Tensor:
+        """Return the loss of each pair from the scores of its answers, (pairs, 2), and the SFT part of orpo."""
         config, d = self.config, score[:, GOOD] - score[:, BAD]
         e = config.label_smoothing
         if config.loss == "ipo":
@@ -379,7 +410,7 @@ class PreferenceLoss:
         if config.loss == "orpo":
             log_others = torch.log1p(-score.clamp(max=-1e-7).exp())  # log(1 - p)
             log_odds = d - (log_others[:, GOOD] - log_others[:, BAD])
-            return -score[:, GOOD] - config.beta * F.logsigmoid(log_odds)
+            return -sft_logp - config.beta * F.logsigmoid(log_odds)
         z = config.beta * d - (config.gamma if config.loss == "simpo" else 0.0)
         return -(1 - e) * F.logsigmoid(z) - e * F.logsigmoid(-z)
 
@@ -390,7 +421,7 @@ class PreferenceLoss:
         changes, count = [], 0
         for batch in batches:
             with compute.autocast():
-                logp_S, _, reference_S, used_S = self.sum_answers(batch.to(compute.device))
+                logp_S, _, reference_S, used_S, _ = self.sum_answers(batch.to(compute.device))
             changes.append(((logp_S - reference_S) * used_S).sum())
             count += int(used_S.sum())
         self.model.train()

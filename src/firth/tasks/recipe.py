@@ -101,7 +101,7 @@ DISTILLATION_FIELDS = (
     "augment_model",
 )
 LABEL_SMOOTHING_LOSSES = ("dpo", "simpo")  # of preference tuning
-PREFERENCE_FIELDS = ("preference_loss", "beta", "label_smoothing", "simpo_gamma")
+PREFERENCE_FIELDS = ("preference_loss", "beta", "label_smoothing", "simpo_gamma", "orpo_sft")
 MIN_SEARCH_SETTINGS = 4
 MULTITASK = "multi-task"  # the task of a recipe with several
 
@@ -290,6 +290,11 @@ class FinetuneRecipe(TrainingConfig):
         0.0, "preference: with dpo or simpo, take this share of the pairs to be labelled wrongly; 0: none."
     )
     simpo_gamma: float = recipe_field(1.0, "preference: with simpo, the margin that a chosen answer must have.")
+    orpo_sft: Literal["answer", "all"] = recipe_field(
+        "answer",
+        "preference: with orpo, the supervised loss covers the chosen answer (answer), or its prompt too (all), as "
+        "TRL's does.",
+    )
     center_rewards_coefficient: float = recipe_field(
         0.0,
         "reward: add this times the squared sum of a pair's rewards to the loss, which keeps rewards around 0; 0.01 is "
@@ -464,6 +469,8 @@ class FinetuneRecipe(TrainingConfig):
             raise UserError(f"label_smoothing is {self.label_smoothing}; it must be at least 0 and below 0.5.")
         if self.preference_loss is not None:
             check_label_smoothing(self.label_smoothing, self.preference_loss)
+        if self.orpo_sft != FinetuneRecipe.orpo_sft and self.preference_loss != "orpo":
+            raise UserError(f"orpo_sft={self.orpo_sft} is for the loss orpo: add --preference-loss orpo.")
         if self.simpo_gamma < 0:
             raise UserError(f"simpo_gamma is {self.simpo_gamma}; it must be at least 0.")
 

@@ -124,6 +124,7 @@ def make_preference_config(facts: Mapping[str, Any]) -> PreferenceConfig:
         DEFAULT_BETAS.get(loss, DEFAULT_BETA) if beta is None else beta,
         label_smoothing,
         facts.get("simpo_gamma", 1.0),
+        facts.get("orpo_sft", "answer") == "all",
     )
 
 
