@@ -32,6 +32,7 @@ from firth.tasks.preference import (
     with_references,
 )
 from firth.text import Example, read_labelled
+from firth.tokens import Tokenizer
 from firth.train.step_runner import metric_means
 
 PAIRS = [
@@ -369,6 +370,8 @@ def test_after_a_rewind_kto_estimates_z_from_the_examples_of_the_step(
         ({"prompt": "a", "chosen": "", "rejected": "b"}, "'chosen' is empty"),
         ({"chosen": "b", "rejected": "c"}, "there is no column .prompt."),
         ({"prompt": "a", "completion": "b", "label": "maybe"}, "must be true"),
+        ({"prompt": "a", "completion": None, "label": True}, "column 'completion' holds null"),
+        ({"prompt": "a", "chosen": None, "rejected": "b"}, "column 'chosen' holds null"),
         ({"prompt": [{"role": "assistant", "content": "x"}], "chosen": "b", "rejected": "c"}, "ends with a message of"),
         (
             {"prompt": "a", "chosen": [{"role": "user", "content": "x"}], "rejected": "c"},
@@ -381,6 +384,19 @@ def test_bad_rows_are_named(row: dict[str, Any], message: str, tmp_path: Path) -
     with pytest.raises(UserError, match=message) as e:
         read_labelled(file, "preference")
     assert "pairs.jsonl:2" in str(e.value)
+
+
+@pytest.mark.parametrize("name", ["preference", "reward"])
+def test_answers_that_the_template_makes_equal_are_refused(name: str) -> None:
+    config, tokenizer = parts("llama")
+    template = "{% for m in messages %}{{ m.content | trim }} {% endfor %}"
+    trimming = Tokenizer(tokenizer.backend, tokenizer.special_tokens, tokenizer.config | {"chat_template": template})
+    pair = Example(7, ("user", "the cat"), references=("is red", "is red "))
+    task = make_task(name, [pair], trimming, config, FinetuneRecipe(task=name, max_seq_length=64))
+    with pytest.raises(UserError, match="Example 7: the chosen and the rejected answer are the same tokens"):
+        task.encode([pair])
+    own = make_task(name, [pair], tokenizer, config, FinetuneRecipe(task=name, max_seq_length=64))
+    assert len(own.encode([pair])) == 1, "the template that Firth adds keeps white space"
 
 
 def test_messages_in_both_answers_are_read(tmp_path: Path) -> None:

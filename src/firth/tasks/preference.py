@@ -50,7 +50,7 @@ from firth.tasks.seq2seq_batch import DecoderExample, PackedAnswers, pack_decode
 from firth.tasks.task import Prediction
 from firth.tasks.text_to_text import AnswerConfig
 from firth.text import Example
-from firth.tokens import Tokenizer
+from firth.tokens import TokenIds, Tokenizer
 from firth.train import ComputeConfig
 
 LossName = Literal["dpo", "ipo", "hinge", "simpo", "orpo", "kto"]
@@ -139,6 +139,8 @@ class PreferenceTask(LanguageModelingTask):
             EncodedPreference(tuple(EncodedAnswer(next(sequences), side) for side in of_example))
             for of_example in sides
         ]
+        for e, item in zip(examples, items, strict=True):
+            check_answers_differ([answer.sequence.ids for answer in item.answers], e.id)
         return self.with_mismatched(items, examples) if self.preference.loss == SINGLE_ANSWER_LOSS else items
 
     def with_mismatched(
@@ -323,6 +325,15 @@ def choose_preference_loss(examples: Sequence[Example]) -> LossName:
     better than another one.
     """
     return SINGLE_ANSWER_LOSS if any(len(e.references) == 1 for e in examples) else DEFAULT_LOSS
+
+
+def check_answers_differ(answers: Sequence[TokenIds], example_id: str | int) -> None:
+    """Refuse a pair of equal token ids: many templates trim their messages, so that "yes" and "yes " are the same."""
+    if len(answers) == 2 and list(answers[0]) == list(answers[1]):
+        raise UserError(
+            f"Example {shorten(example_id)}: the chosen and the rejected answer are the same tokens in the "
+            "checkpoint's chat template: there is nothing to prefer. Delete the line."
+        )
 
 
 def answer_sides(example: Example) -> tuple[int, ...]:

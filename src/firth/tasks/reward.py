@@ -36,7 +36,7 @@ from firth.models import Head, Model, ModelConfig, head_for_task, make_sequence_
 from firth.objectives import Batch
 from firth.tasks.chat import ASSISTANT_ROLE, ChatMessages, ChatTemplate, add_chat_template, list_rows
 from firth.tasks.head_task import Array, EncodedExample, HeadTask, PackedBatch, gather_answer_logits
-from firth.tasks.preference import BAD, GOOD
+from firth.tasks.preference import BAD, GOOD, check_answers_differ
 from firth.tasks.task import Prediction
 from firth.tasks.template import EncodedSequence
 from firth.tasks.text_to_text import AnswerConfig
@@ -108,7 +108,10 @@ class RewardTask(HeadTask):
             self.build_sequence(list(encoding.ids), example_id)
             for (example_id, _), encoding in zip(dialogues, encodings, strict=True)
         )
-        return [EncodedExample(tuple(next(sequences) for _ in e.references), e.target) for e in examples]
+        items = [EncodedExample(tuple(next(sequences) for _ in e.references), e.target) for e in examples]
+        for e, item in zip(examples, items, strict=True):
+            check_answers_differ([sequence.ids for sequence in item.sequences], e.id)
+        return items
 
     def build_sequence(self, ids: list[int], example_id: str | int) -> EncodedSequence:
         """Truncate a dialogue on the left, behind the prefix, and find the position of its reward."""

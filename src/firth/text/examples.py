@@ -223,7 +223,8 @@ def parse_preference_row(row: LabelledRow) -> Example:
     The prompt is text or a list of messages. An answer is text, or a list with one message of the assistant; where it
     repeats the prompt's messages before it (as in UltraFeedback), these are cut off.
     """
-    if row.has_value("completion") and not row.has_value("chosen"):
+    is_single = row.has_value("completion") or row.column("chosen") not in row.record
+    if is_single and row.column("completion") in row.record and not row.has_value("chosen"):
         prompt = parse_prompt(row)
         label = row.label("label")
         if label is not None and label.lower() not in PREFERENCE_LABELS:
