@@ -18,12 +18,22 @@ import torch
 import transformers
 from safetensors.torch import load_file, save_file
 from tasks.small import parts as small_parts
+from tasks.test_resume import stop_in_seed
 
 from firth.core.errors import UserError
 from firth.core.files import find_corruption, replace_nonfinite
 from firth.evaluate import evaluate
 from firth.metrics import compute_metrics
-from firth.models import AuxiliaryLM, ClassificationHead, Model, get_preset, load_model, make_model, read_config
+from firth.models import (
+    AuxiliaryLM,
+    ClassificationHead,
+    Model,
+    get_preset,
+    grow_vocabulary,
+    load_model,
+    make_model,
+    read_config,
+)
 from firth.models.config import LMHead
 from firth.models.presets import t5_v1_1
 from firth.models.task_heads import with_classification_head
@@ -616,12 +626,41 @@ def test_an_adapter_includes_rows_of_an_untied_head(
     base = transformers.AutoModelForCausalLM.from_pretrained(checkpoint_of("llama"))
     size = merged.config.vocab_size
     assert size > base.config.vocab_size
-    assert "Their vectors stay as they began" in capsys.readouterr().err.replace("\n", " ")
+    assert f"resize_token_embeddings({size})" in capsys.readouterr().err
     base.resize_token_embeddings(size)
     adapted = peft.PeftModel.from_pretrained(base, run / "adapter").eval()
     ids = torch.tensor([[5, 6, 7, size - 2, 8, size - 1]])
     with torch.no_grad():
         torch.testing.assert_close(adapted(ids).logits, merged(ids).logits, rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize("family", ["llama", "gpt2"])
+def test_lora_learns_the_rows_of_new_tokens_alone_and_resumes_exactly(
+    family: str, checkpoint_of: Checkpoints, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The roles of a chat template, of a family with an output projection of its own, and of one where it is tied."""
+    file = tmp_path / "talk.jsonl"
+    file.write_text(json.dumps({"prompt": "the cat", "response": "the dog"}) + "\n")
+    talk = dict(train=file, dev=file, pairs=file)
+    fields: dict[str, Any] = dict(task="lm", lora_rank=2, max_steps=4, save_steps=2, learning_rate=1e-2)
+    plans = [recipe(checkpoint_of(family), talk, tmp_path / name, **fields) for name in ("run", "stopped")]
+    finetune(plans[0])
+    with monkeypatch.context() as patch:
+        stop_in_seed(patch, "seed-0", 3)
+        with pytest.raises(KeyboardInterrupt):
+            finetune(plans[1])
+    finetune(plans[1], resume=True)
+    found, again = (load_model(tmp_path / name / "final").embed.tokens.weight for name in ("run", "stopped"))
+    assert torch.equal(found, again)
+    base = load_model(checkpoint_of(family))
+    size = base.config.vocab_size
+    initial = grow_vocabulary(base, len(found)).embed.tokens.weight
+    assert len(found) == size + 3
+    assert torch.equal(found[:size], initial[:size])
+    used = [
+        load_tokenizer(tmp_path / "run" / "final").backend.token_to_id(f"<|{role}|>") for role in ("user", "assistant")
+    ]
+    assert ((found[used] - initial[used]).abs().mean(1) > 1e-3).all()
 
 
 def test_load_best_and_early_stopping(

@@ -9,12 +9,17 @@ at rank 8, 12k trained ones: gradients and optimizer state shrink accordingly. A
 one matrix again (`merged_weight`), so inference costs nothing extra. Checkpoints are written merged; `hf/adapter.py`
 also writes A and B alone, as `peft` reads them.
 
+LoRA learns layers, and no embeddings. A task may add tokens, such as the roles of a chat template, whose rows begin
+near the mean of all others: `LoRAEmbedding` trains these rows and leaves the rest frozen, as `trainable_token_indices`
+of `peft` does.
+
 We fuse query, key and value into one matrix; `peft` adapts each of them. So `LoRALinear` has one A per fused part.
 """
 
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -68,6 +73,33 @@ class LoRALinear(nn.Linear):
         return self.weight + self.scale * torch.cat([b_SR @ a_RI for a_RI, b_SR in parts])
 
 
+class LoRAEmbedding(nn.Embedding):
+    """A frozen embedding with trained rows for the tokens from `start` on. V tokens, N new ones, D width.
+
+    `weight` has both, so that an output projection that is tied to it learns the new rows too.
+    """
+
+    def __init__(self, embedding: nn.Embedding, start: int, stop: int) -> None:
+        nn.Module.__init__(self)
+        assert 0 <= start < stop <= embedding.num_embeddings
+        self.num_embeddings, self.embedding_dim = embedding.num_embeddings, embedding.embedding_dim
+        self.start, self.stop = start, stop
+        self.frozen_weight = nn.Parameter(embedding.weight.detach(), requires_grad=False)
+        self.lora_rows = nn.Parameter(embedding.weight.detach()[start:stop].clone())
+        self.train(embedding.training)
+
+    @property
+    def weight(self) -> Tensor:  # type: ignore[override]
+        """Return (V, D) all rows."""
+        return torch.cat([self.frozen_weight[: self.start], self.lora_rows, self.frozen_weight[self.stop :]])
+
+    def forward(self, input_ids: Tensor) -> Tensor:
+        """Look the tokens up in both parts, without a copy of all rows."""
+        is_new = (input_ids >= self.start) & (input_ids < self.stop)
+        new_rows = F.embedding((input_ids - self.start).clamp(0, len(self.lora_rows) - 1), self.lora_rows)
+        return torch.where(is_new[..., None], new_rows, F.embedding(input_ids, self.frozen_weight))
+
+
 def check_lora_support(config: ModelConfig) -> None:
     """Raise a UserError for a model without attention and MLP matrices."""
     if config.recurrent is not None or not config.num_layers:
@@ -91,6 +123,12 @@ def add_lora(model: nn.Module, config: ModelConfig, spec: LoRAConfig) -> None:
             setattr(model.get_submodule(parent), leaf, LoRALinear(module, sizes, spec))
 
 
+def train_new_tokens(model: Any, start: int, stop: int) -> None:
+    """Let LoRA train the embeddings of the tokens from `start` to `stop`, which the task has added."""
+    if start < stop:
+        model.embed.tokens = LoRAEmbedding(model.embed.tokens, start, stop)
+
+
 def lora_split_sizes(config: ModelConfig, name: str, rows: int) -> tuple[int, ...]:
     """Return the rows of each matrix that `transformers` keeps separate and we fuse into the tensor `name`."""
     layout = FAMILY_LAYOUTS.get(config.family)
@@ -103,16 +141,20 @@ def lora_split_sizes(config: ModelConfig, name: str, rows: int) -> tuple[int, ..
 
 
 def has_lora(model: nn.Module) -> bool:
-    return any(isinstance(module, LoRALinear) for module in model.modules())
+    return any(isinstance(module, LoRALinear | LoRAEmbedding) for module in model.modules())
 
 
 def is_lora_parameter(name: str) -> bool:
     """Whether a parameter of this name belongs to LoRA."""
-    return name.endswith((".lora_a", ".lora_b"))
+    return name.endswith((".lora_a", ".lora_b", ".lora_rows"))
 
 
 @torch.no_grad()
 def merge_lora(model: nn.Module, state: dict[str, Tensor]) -> dict[str, Tensor]:
     """Return the tensors of a model with LoRA merged into the weights."""
     merged = {f"{name}.weight": m.merged_weight() for name, m in model.named_modules() if isinstance(m, LoRALinear)}
+    for name, module in model.named_modules():
+        if isinstance(module, LoRAEmbedding):
+            merged[f"{name}.weight"] = module.weight
+            state = {key: value for key, value in state.items() if key != f"{name}.frozen_weight"}
     return {name: value for name, value in (state | merged).items() if not is_lora_parameter(name)}

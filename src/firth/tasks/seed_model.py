@@ -28,13 +28,14 @@ from firth.models import (
     write_model,
 )
 from firth.models.hf.adapter import write_adapter
-from firth.models.lora import add_lora
+from firth.models.lora import add_lora, train_new_tokens
 from firth.models.task_distill import TaskDistillation
 from firth.models.task_heads import MultiTaskHeadModule
 from firth.tasks.embed import EmbeddingTask, write_sentence_transformers_files
 from firth.tasks.finetune_job import FinetuneJob
 from firth.tasks.recipe import TASK_FILE, FinetuneRecipe
 from firth.tasks.task import Task
+from firth.tokens import load_tokenizer
 
 
 def build_seed_model(job: FinetuneJob, seed: int) -> Model:
@@ -61,6 +62,7 @@ def build_seed_model(job: FinetuneJob, seed: int) -> Model:
     grow_vocabulary(model, max(config.vocab_size, task.tokenizer.vocab.size))
     if recipe.lora is not None:
         add_lora(model, model.config, recipe.lora)
+        train_new_tokens(model, load_tokenizer(recipe.checkpoint).vocab.size, task.tokenizer.vocab.size)
     return model
 
 

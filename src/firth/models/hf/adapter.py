@@ -17,7 +17,7 @@ from firth.models.hf.convert import unique_state_dict
 from firth.models.hf.layout import TensorRule
 from firth.models.hf.registry import FAMILY_LAYOUTS
 from firth.models.hf.tensors import translate_disk_errors
-from firth.models.lora import LoRALinear
+from firth.models.lora import LoRAEmbedding, LoRALinear, merge_lora
 from firth.models.model import Model
 
 PEFT_PREFIX = "base_model.model."
@@ -26,8 +26,8 @@ PEFT_PREFIX = "base_model.model."
 def write_adapter(model: Model, spec: LoRAConfig, base: str, folder: Path) -> None:
     """Write adapter_config.json and adapter_model.safetensors into an existing folder.
 
-    `base` is the checkpoint that the adapter extends. A trained task head is written too. Where the vocabulary has
-    grown, the embeddings are written too, and a message names the `resize_token_embeddings` call that the base needs.
+    `base` is the checkpoint that the adapter extends. A trained task head is written too. Where the task has added
+    tokens, the embeddings are written too, and a message names the `resize_token_embeddings` call that the base needs.
     """
     rules = {rule.firth_name: rule for rule in adapter_rules(model)}
     modules = {name: m for name, m in model.named_modules() if isinstance(m, LoRALinear)}
@@ -36,16 +36,15 @@ def write_adapter(model: Model, spec: LoRAConfig, base: str, folder: Path) -> No
         tensors |= lora_tensors(module, rules[f"{name}.weight"])
     head = {} if isinstance(model.config.head, LMHead) else adapter_head_tensors(model, list(rules.values()))
     named = {name.removeprefix(PEFT_PREFIX).rpartition(".lora_")[0] for name in tensors}
-    if model.config.vocab_size > read_config(base).vocab_size:
-        state, size = unique_state_dict(model), model.config.vocab_size
+    size, has_grown = model.config.vocab_size, model.config.vocab_size > read_config(base).vocab_size
+    if has_grown or any(isinstance(module, LoRAEmbedding) for module in model.modules()):
+        state = merge_lora(model, unique_state_dict(model))
         grown = [
             name for name in ("embed.tokens.weight", "head.weight", "head.bias") if name in state and name in rules
         ]
         tensors |= {PEFT_PREFIX + rules[name].hf_names[0]: state[name] for name in grown}
-        say(
-            f"adapter/ has new tokens: call resize_token_embeddings({size}) on its base first. Their vectors stay as "
-            "they began, near the mean of all: LoRA learns layers."
-        )
+    if has_grown:
+        say(f"adapter/ has new tokens: call resize_token_embeddings({size}) on its base first.")
     file = folder / "adapter_model.safetensors"
     with translate_disk_errors(file):
         save_file({k: v.detach().contiguous() for k, v in (tensors | head).items()}, file)
