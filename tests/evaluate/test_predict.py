@@ -18,9 +18,11 @@ from firth.cli.main import app
 from firth.core.errors import UserError
 from firth.core.files import write_json
 from firth.evaluate.predict import Predictor
-from firth.evaluate.predict_output import mark_spans, write_predictions
+from firth.evaluate.predict_output import format_prediction, mark_spans, write_predictions
+from firth.generate import GeneratedSequence
 from firth.models import Model, make_model
 from firth.tasks import TASK_FILE, make_task
+from firth.tasks.prompts import encode_messages
 
 Ask = Callable[..., Path]
 TASK_FACTS: dict[str, dict[str, Any]] = {
@@ -73,8 +75,8 @@ INPUTS: list[tuple[str, str, Any, set[str]]] = [
     ("tag", "bert", {"tokens": ["Anna", "saw", "it"]}, {"spans"}),
     ("span-qa", "bert", ["Who saw it?", "Anna saw the cat."], {"answer", "start", "end", "probability"}),
     ("choice", "bert", ["We saw", "the cat", "a river"], {"choice", "text", "probability", "probabilities"}),
-    ("text-to-text", "t5", "We saw the cat", {"text"}),
-    ("lm", "gpt2", "We saw", {"text"}),
+    ("text-to-text", "t5", "We saw the cat", {"text", "complete"}),
+    ("lm", "gpt2", "We saw", {"text", "complete"}),
     ("embed", "bert", "We saw the cat", {"vector"}),
     ("embed", "bert", ["We saw the cat", "a river"], {"similarity"}),
 ]
@@ -140,6 +142,67 @@ def test_a_long_text_is_read_in_windows(topics: Path, sentences: list[str]) -> N
     assert record["probabilities"]["animal"] == pytest.approx(mean, abs=1e-5)
     assert "longer than a row: read in overlapping windows" in predictor.notices[0]
     assert len(predictor.split_long_text(predictor.reader.read("We saw it", 1).example)) == 1
+
+
+DIALOGUE = [
+    {"role": "system", "content": "Be kind."},
+    {"role": "user", "content": "We saw it"},
+    {"role": "assistant", "content": "the cat"},
+    {"role": "user", "content": "a river"},
+]
+GOLD = {"role": "assistant", "content": "Anna"}
+
+
+@pytest.fixture
+def prompts(monkeypatch: pytest.MonkeyPatch) -> list[list[int]]:
+    """The ids of all prompts; every second answer is ended by the model, the others are cut."""
+    seen: list[list[int]] = []
+
+    def generate(model: Model, ids: Any, config: Any, **options: Any) -> list[GeneratedSequence]:
+        seen.extend(ids)
+        return [GeneratedSequence([9] * config.max_new_tokens, n % 2 == 0, [], 0.0) for n in range(len(ids))]
+
+    monkeypatch.setattr("firth.evaluate.predict.generate_sequences", generate)
+    monkeypatch.setattr("firth.tasks.text_to_text.generate_sequences", generate)
+    return seen
+
+
+@pytest.mark.parametrize("family", ["gpt2", "t5"])
+def test_a_dialogue_is_read_as_a_whole(tuned: Ask, prompts: list[list[int]], family: str) -> None:
+    """System message and all turns by the template of the training; the reference of a labelled row is left out."""
+    predictor = Predictor(tuned("lm", family, roles=["system", "user", "assistant"]))
+    context = [(message["role"], message["content"]) for message in DIALOGUE]
+    expected = encode_messages(predictor.model, context)
+    predictor.predict([{"messages": [*DIALOGUE, GOLD]}])
+    predictor.predict([{"messages": DIALOGUE}])
+    assert prompts == [expected, expected]
+    text = predictor.task.tokenizer.decode(expected, skip_special_tokens=False)
+    assert (text.count("<|user|>"), text.count("<|system|>"), text.count("the cat")) == (2, 1, 1)
+    prompts.clear()
+    predictor.predict(["a river", {"prompt": "a river", "response": "Anna"}, {"text": "a river"}])
+    assert prompts == [encode_messages(predictor.model, [("user", "a river")])] * 3
+    with pytest.raises(UserError, match="the role 'tool' did not occur"):
+        predictor.predict([{"messages": [{"role": "tool", "content": "x"}]}])
+
+
+@pytest.mark.parametrize(("task", "family"), [("lm", "llama"), ("text-to-text", "t5")])
+def test_answers_that_were_cut_are_marked(tuned: Ask, prompts: list[list[int]], task: str, family: str) -> None:
+    folder = tuned(task, family)
+    predictor = Predictor(folder)
+    assert predictor.generation_config is not None
+    assert predictor.generation_config.max_new_tokens == (256 if task == "lm" else 4)
+    predictor = Predictor(folder, max_new_tokens=3)
+    records = predictor.predict(["We saw", "We saw the"])
+    assert [record["complete"] for record in records] == [True, False]
+    assert len(predictor.task.tokenizer.encode(records[1]["text"])) <= 4 < 256
+    assert predictor.notices == ["1 answer was cut at 3 new tokens, or at the model's last position: --max-new-tokens."]
+    task_input = predictor.reader.read("We saw", 1)
+    assert format_prediction(task_input, records[1]) == records[1]["text"] + " [cut]"
+
+
+def test_only_generated_answers_have_a_length(topics: Path) -> None:
+    with pytest.raises(UserError, match="max_new_tokens is for generated answers, and the task classify has none"):
+        Predictor(topics, max_new_tokens=3)
 
 
 def test_an_answer_is_marked_in_its_context(tuned: Ask) -> None:

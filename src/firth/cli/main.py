@@ -380,6 +380,7 @@ def predict(
     columns: dict[str, str] | None = None,
     encoding: str = "utf-8",
     batch_size: int | None = None,
+    max_new_tokens: int | None = None,
 ) -> None:
     """Ask a fine-tuned checkpoint: labels, scores, entities, answers, texts or vectors for new inputs.
 
@@ -398,7 +399,7 @@ def predict(
     from firth.evaluate.predict import CHUNK_BATCHES, Predictor
     from firth.evaluate.predict_output import format_prediction, merge_columns, write_predictions
 
-    predictor = Predictor(checkpoint, task or "", batch_size)
+    predictor = Predictor(checkpoint, task or "", batch_size, max_new_tokens=max_new_tokens)
     texts = text if text and text != ["-"] else None
     inputs = (
         predictor.reader.read_arguments(texts) if texts else predictor.reader.read_file(data or "-", columns, encoding)

@@ -483,6 +483,11 @@ class PredictOptions(JsonOptions):
     batch_size: int | None = option(
         None, "Compute this many inputs together; 32 on a CPU, 256 on a GPU.", bounds={"ge": 1}
     )
+    max_new_tokens: int | None = option(
+        None,
+        "Generate at most this many tokens for an answer. Default: as fine-tuned; lm: 256.",
+        bounds={"ge": 1},
+    )
 
 
 @dataclass(kw_only=True)

@@ -87,17 +87,20 @@ def predict(
     inputs: str | Mapping[str, Any] | Iterable[PredictInput],
     task: str | None = None,
     batch_size: int | None = None,
+    max_new_tokens: int | None = None,
 ) -> Any:
     """Ask a fine-tuned checkpoint: labels, scores, spans, answers, texts or vectors for new inputs.
 
     An input is a text, a list of texts (a pair; question and context; context and choices) or a record with the columns
     of the training file. Several inputs give a list of records, a single text or record gives one. `task` selects one
-    of several tasks. To ask repeatedly, load the model once: `firth.Predictor(checkpoint).predict(inputs)`.
+    of several tasks. Generated answers have at most `max_new_tokens` tokens: by default those of the fine-tuning, for
+    lm 256 or half of the model's positions. To ask repeatedly, load the model once:
+    `firth.Predictor(checkpoint).predict(inputs)`.
     """
     from firth.evaluate.predict import Predictor
 
     single = isinstance(inputs, str | Mapping)
-    predictor = Predictor(checkpoint, task or "", batch_size)
+    predictor = Predictor(checkpoint, task or "", batch_size, max_new_tokens=max_new_tokens)
     records = predictor.predict([inputs] if single else inputs)  # type: ignore[list-item]
     for notice in predictor.notices:
         say(notice)

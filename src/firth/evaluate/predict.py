@@ -16,36 +16,44 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from itertools import islice
 from pathlib import Path
 from typing import Any
 
 from firth.core.console import format_count
+from firth.core.errors import UserError
 from firth.evaluate.embed import embed_texts, normalize_rows
 from firth.evaluate.predict_input import TEXT_ROLES, InputReader, PredictInput, TaskInput
 from firth.evaluate.predictions import PredictionRecord, Predictions
-from firth.generate import generate_results
+from firth.generate import GenerationConfig, generate_sequences
+from firth.generate.loop import ended_by_choice
+from firth.generate.text import make_prompt_texts
 from firth.metrics.tagging import are_span_tags, extract_entity_spans
-from firth.models import Model
+from firth.models import EncoderDecoder, Model
 from firth.tasks import Prediction
 from firth.tasks.classify import ClassificationTask
 from firth.tasks.finetuned import load_finetuned
-from firth.tasks.prompts import encode_task_prompts
+from firth.tasks.prompts import encode_dialogue_prompts
 from firth.tasks.regress import RegressionTask
 from firth.tasks.span_qa import split_context_windows
+from firth.tasks.task import batch_indices_by_length
+from firth.tasks.text_to_text import LabelRankingTask, TextToTextTask
 from firth.text import Example
 from firth.train import TrainingConfig, choose_compute
 
 BATCH_SIZES = {"cpu": 32, "cuda": 256}  # on a GPU, launching the kernels of a small batch takes longer than its work
 CHUNK_BATCHES = 32  # batches of a file that are sorted by length together
 SCORE_DIGITS = 6
+DEFAULT_NEW_TOKENS = 256  # of an answer, where the task has no length of its own
 
 
 class Predictor:
     """A fine-tuned checkpoint, loaded once, that predicts for new inputs.
 
     `task` selects one of several tasks of a checkpoint. `batch_size` inputs are computed together (32 on a CPU, 256
-    on a GPU). `metadata` is the content of task.json, for a model that is already loaded.
+    on a GPU). `metadata` is the content of task.json, for a model that is already loaded. Generated answers have at
+    most `max_new_tokens` tokens: by default those of the fine-tuning, for lm 256 or half of the model's positions.
     """
 
     def __init__(
@@ -54,12 +62,27 @@ class Predictor:
         task: str = "",
         batch_size: int | None = None,
         metadata: Mapping[str, Any] | None = None,
+        max_new_tokens: int | None = None,
     ) -> None:
         model, self.task, self.facts = load_finetuned(checkpoint, task, metadata)
         self.reader = InputReader(self.task.name, *self.text_counts())
         self.compute = choose_compute(TrainingConfig(compile=False))  # a few batches do not repay a compilation
         self.batch_size = batch_size or BATCH_SIZES.get(self.compute.device.type, BATCH_SIZES["cpu"])
-        self.model, self.num_windowed_texts = model.to(self.compute.device), 0
+        self.model, self.num_windowed_texts, self.num_cut_answers = model.to(self.compute.device), 0, 0
+        self.generation_config = self.make_generation_config(max_new_tokens)
+
+    def make_generation_config(self, max_new_tokens: int | None) -> GenerationConfig | None:
+        """Return how answers are generated; None if the task has a head."""
+        task = getattr(self.task, "base_task", self.task)  # of labels that are written as text
+        if isinstance(task, TextToTextTask) and not isinstance(task, LabelRankingTask):
+            if max_new_tokens is not None:
+                task.generation_config = replace(task.generation_config, max_new_tokens=max_new_tokens)
+            return task.generation_config
+        if self.task.name == "lm":
+            return GenerationConfig(max_new_tokens=max_new_tokens or default_new_tokens(self.model))
+        if max_new_tokens is not None:
+            raise UserError(f"max_new_tokens is for generated answers, and the task {self.task.name} has none.")
+        return None
 
     def text_counts(self) -> tuple[int, int]:
         """Return the smallest and the largest number of texts of an input."""
@@ -76,7 +99,11 @@ class Predictor:
         """Messages about long texts, complete after the last prediction."""
         count = format_count(self.num_windowed_texts, "text was", "texts were")
         windowed = f"{count} longer than a row: read in overlapping windows, and averaged over them."
-        return [*([windowed] if self.num_windowed_texts else []), *self.task.notices]
+        limit = self.generation_config.max_new_tokens if self.generation_config else 0
+        answers = format_count(self.num_cut_answers, "answer was", "answers were")
+        cut = f"{answers} cut at {format_count(limit, 'new token')}, or at the model's last position: --max-new-tokens."
+        shown = ((windowed, self.num_windowed_texts), (cut, self.num_cut_answers))
+        return [*(notice for notice, count in shown if count), *self.task.notices]
 
     def predict(self, inputs: Iterable[PredictInput]) -> Predictions:
         """Return one record per input, in order."""
@@ -137,14 +164,22 @@ class Predictor:
             found.append(own[0] if len(own) == 1 else float(a @ b))
         return found
 
-    def write(self, inputs: Sequence[TaskInput]) -> list[str]:
-        """Return the answers of a model that was fine-tuned on dialogues or texts, by greedy decoding."""
-        prompts = encode_task_prompts(self.model, self.facts, [task_input.example.texts[-1] for task_input in inputs])
-        answers: list[str] = []
-        for first in range(0, len(prompts), self.batch_size):
-            results = generate_results(self.model, prompts[first : first + self.batch_size], temperature=0.0)
-            answers += [result["new"].strip() for result in results]
-        return answers
+    def write(self, inputs: Sequence[TaskInput]) -> list[Prediction]:
+        """Return the answers of a model that was fine-tuned on dialogues or texts, by greedy decoding.
+
+        `complete` in `extra` is false for an answer that was cut.
+        """
+        assert self.generation_config is not None
+        encoded = encode_dialogue_prompts(self.model, self.facts, [task_input.example for task_input in inputs])
+        prompts = make_prompt_texts(self.model, encoded, self.generation_config)
+        answers: dict[int, Prediction] = {}
+        for indices in batch_indices_by_length(prompts, self.batch_size, lambda prompt: len(prompt.input_ids)):
+            ids = [prompts[i].input_ids for i in indices]
+            written = generate_sequences(self.model, ids, self.generation_config, logprobs=False)
+            for i, sequence in zip(indices, written, strict=True):
+                complete = ended_by_choice(self.model, sequence, self.generation_config.max_new_tokens)
+                answers[i] = Prediction(prompts[i].new_text(sequence.tokens).strip(), extra={"complete": complete})
+        return [answers[i] for i in range(len(inputs))]
 
     def to_record(self, task_input: TaskInput, prediction: Any) -> dict[str, Any]:
         """Return a prediction as a record; docs/predict.md lists the fields of each task."""
@@ -152,8 +187,6 @@ class Predictor:
         if name == "embed":
             is_pair = isinstance(prediction, float)
             return {"similarity": round_score(prediction)} if is_pair else {"vector": prediction.tolist()}
-        if name == "lm":
-            return {"text": prediction}
         assert isinstance(prediction, Prediction)
         if name == "tag":
             return self.tag_record(task_input, prediction)
@@ -161,8 +194,10 @@ class Predictor:
             return {"score": round_score(prediction.prediction)}
         if name == "reward":
             return reward_record(prediction.prediction)
-        if name == "text-to-text":
-            return {"text": prediction.prediction}
+        if self.generation_config is not None and "complete" in (prediction.extra or {}):
+            self.num_cut_answers += not (prediction.extra or {})["complete"]
+        if name in ("text-to-text", "lm"):
+            return {"text": prediction.prediction, **(prediction.extra or {})}
         if name == "extract":
             complete = bool((prediction.extra or {}).get("complete"))
             value = json.loads(prediction.prediction) if complete else None
@@ -195,6 +230,14 @@ class Predictor:
                 span["probability"] = round_score(sum(own) / len(own))
             spans.append(span)
         return {"spans": spans}
+
+
+def default_new_tokens(model: Model) -> int:
+    """Return the default length of an answer; a decoder's prompt keeps at least half of the positions."""
+    limit = model.config.max_length
+    if limit is None:
+        return DEFAULT_NEW_TOKENS
+    return max(1, min(DEFAULT_NEW_TOKENS, limit if isinstance(model, EncoderDecoder) else limit // 2))
 
 
 def average_predictions(predictions: Sequence[Prediction]) -> Prediction:

@@ -17,6 +17,7 @@ from firth.text.records import data_extension
 TABLE_DELIMITERS = {".csv": ",", ".tsv": "\t"}
 MAX_SHOWN_CHARS = 80  # of an input on the terminal
 SHOWN_VECTOR_NUMBERS = 4
+CUT_MARK = " [cut]"  # behind an answer that reached its maximum length
 
 
 def check_output_file(path: Path, overwrite: bool) -> None:
@@ -89,7 +90,7 @@ def format_prediction(task_input: TaskInput, record: Mapping[str, Any]) -> str:
         return f"{record['choice']}: {record['text']}  {probability.strip()}"
     if "label" in record:
         return f"{record['label']}  {probability}  {shorten(' | '.join(task_input.example.texts), MAX_SHOWN_CHARS)}"
-    return str(record["text"])
+    return f"{record['text']}{'' if record.get('complete', True) else CUT_MARK}"
 
 
 def mark_spans(text: str, spans: Iterable[Mapping[str, Any]]) -> str:

@@ -343,6 +343,12 @@ def make_logits_processor(
     )
 
 
+def ended_by_choice(model: Model, sequence: GeneratedSequence, max_new_tokens: int) -> bool:
+    """Whether the model ended a text itself. BART's forced EOS at the last position is a cut, too."""
+    is_forced = forced_tokens(model).eos is not None and len(sequence.tokens) + 1 >= max_new_tokens
+    return sequence.finished and not is_forced
+
+
 def forced_tokens(model: Model) -> ForcedTokens:
     """Return the tokens that begin and end every text. A decoder's prompt has begun it already."""
     forced = get_forced_tokens(model, require_tokenizer(model).vocab)

@@ -109,6 +109,10 @@ class ChatTemplate:
                 f"Example {shorten(example_id)}: no message has the role {ASSISTANT_ROLE}, so there is nothing to "
                 f"learn; its roles are {list_names(dict.fromkeys(roles))}."
             )
+        self.validate_roles(roles, example_id)
+
+    def validate_roles(self, roles: Iterable[str], example_id: Any) -> None:
+        """Refuse roles without a token in Firth's template."""
         for role in roles:
             if MESSAGE_TEMPLATE in self.source and self.tokenizer.backend.token_to_id(role_token(role)) is None:
                 raise UserError(

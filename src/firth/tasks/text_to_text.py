@@ -15,7 +15,8 @@ import numpy as np
 
 from firth.core.console import progress
 from firth.core.errors import UserError, quote
-from firth.generate import GenerationConfig, generate_ids
+from firth.generate import GenerationConfig, generate_sequences
+from firth.generate.loop import ended_by_choice
 from firth.metrics import compute_metrics
 from firth.models import Model, ModelConfig, head_for_task, make_prompt_suffix, make_sequence_template
 from firth.objectives import Batch
@@ -205,15 +206,17 @@ class TextToTextTask:
     def predict(
         self, model: Model, items: Sequence[Seq2SeqExample], compute: ComputeConfig, batch_size: int
     ) -> list[Prediction]:
+        """Return the answers; `complete` in `extra` is false for an answer that was cut."""
         predictions: list[Prediction | None] = [None] * len(items)
         with progress("writing", "answers", len(items)) as shown:
             for indices in batch_indices_by_length(items, batch_size, lambda item: len(item.ids)):
+                prompts = [items[i].ids for i in indices]
                 with compute.autocast():
-                    written = generate_ids(
-                        model, [items[i].ids for i in indices], generation_config=self.generation_config
-                    )
-                for i, ids in zip(indices, written, strict=True):
-                    predictions[i] = Prediction(self.tokenizer.decode(ids).strip())
+                    written = generate_sequences(model, prompts, self.generation_config, logprobs=False)
+                for i, sequence in zip(indices, written, strict=True):
+                    complete = ended_by_choice(model, sequence, self.generation_config.max_new_tokens)
+                    text = self.tokenizer.decode(sequence.tokens).strip()
+                    predictions[i] = Prediction(text, extra={"complete": complete})
                 shown.advance(len(indices))
         return [p for p in predictions if p is not None]
 
