@@ -18,11 +18,13 @@ from firth.cli.main import app
 from firth.core.errors import UserError
 from firth.core.files import write_json
 from firth.evaluate.predict import Predictor
+from firth.evaluate.predict_input import TaskInput
 from firth.evaluate.predict_output import format_prediction, mark_spans, write_predictions
 from firth.generate import GeneratedSequence
 from firth.models import Model, make_model
 from firth.tasks import TASK_FILE, make_task
 from firth.tasks.prompts import encode_messages
+from firth.text import Example
 
 Ask = Callable[..., Path]
 TASK_FACTS: dict[str, dict[str, Any]] = {
@@ -234,6 +236,28 @@ def test_files_and_pipes(topics: Path, tmp_path: Path, monkeypatch: pytest.Monke
     assert [row["label"] for row in printed] == expected[:2]
     call("predict", topics, *texts)
     assert [line.split()[0] for line in capsys.readouterr().out.splitlines()] == expected
+
+
+@pytest.mark.parametrize("suffix", [".csv", ".tsv"])
+def test_a_table_has_the_columns_of_all_records(tmp_path: Path, suffix: str) -> None:
+    """Columns that occur later have empty cells before; null is an empty cell."""
+    records = [
+        ({"id": 1, "text": "a"}, {"value": None, "complete": False}),
+        ({"id": 2, "text": "b\nc", "source": None}, {"value": {"x": 1}, "complete": True}),
+        ({"id": 3}, {"value": {"x": 2}, "note": "d,\te"}),
+    ]
+    path = tmp_path / f"out{suffix}"
+    inputs = [(TaskInput(Example(1, ("a",)), columns), record) for columns, record in records]
+    assert write_predictions(path, inputs) == 3
+    with path.open(newline="", encoding="utf-8") as file:
+        rows = list(csv.reader(file, delimiter="," if suffix == ".csv" else "\t"))
+    assert rows == [
+        ["id", "text", "value", "complete", "source", "note"],
+        ["1", "a", "", "false", "", ""],
+        ["2", "b\nc", '{"x": 1}', "true", "", ""],
+        ["3", "", '{"x": 2}', "", "", "d,\te"],
+    ]
+    assert write_predictions(tmp_path / f"none{suffix}", []) == 0
 
 
 def test_answers_come_while_the_input_is_read(topics: Path) -> None:

@@ -7,7 +7,8 @@ import io
 import json
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Any
+from tempfile import TemporaryFile
+from typing import IO, Any
 
 from firth.core.errors import UserError, shorten
 from firth.core.files import atomic_file, check_writable
@@ -31,19 +32,34 @@ def check_output_file(path: Path, overwrite: bool) -> None:
 
 def write_predictions(path: Path, predictions: Iterable[tuple[TaskInput, dict[str, Any]]]) -> int:
     """Write a record per input: its columns, then the prediction's. The file appears when it is whole."""
-    delimiter, count, columns = TABLE_DELIMITERS.get(path.suffix.lower()), 0, None
+    delimiter, count = TABLE_DELIMITERS.get(path.suffix.lower()), 0
+    records = (merge_columns(task_input.columns, prediction) for task_input, prediction in predictions)
     path.parent.mkdir(parents=True, exist_ok=True)
     with atomic_file(path) as file:
-        for task_input, prediction in predictions:
-            record = merge_columns(task_input.columns, prediction)
-            if delimiter is None:
-                file.write((json.dumps(record, ensure_ascii=False) + "\n").encode())
-            else:
-                if columns is None:
-                    columns = list(record)
-                    file.write(format_row(columns, delimiter))
-                file.write(format_row([format_cell(record.get(column, "")) for column in columns], delimiter))
-            count += 1
+        if delimiter is not None:
+            return write_table(file, records, delimiter)
+        for count, record in enumerate(records, 1):  # noqa: B007, the count is returned
+            file.write((json.dumps(record, ensure_ascii=False) + "\n").encode())
+    return count
+
+
+def write_table(file: IO[bytes], records: Iterable[Mapping[str, Any]], delimiter: str) -> int:
+    """Write records as a table with the columns of all of them, in the order in which they first occur.
+
+    The header stands before the first row and is known after the last one, so that the rows wait in a temporary file.
+    """
+    columns: dict[str, None] = {}
+    with TemporaryFile("w+", encoding="utf-8") as waiting:
+        for record in records:
+            columns |= dict.fromkeys(record)
+            waiting.write(json.dumps([format_cell(record.get(column)) for column in columns]) + "\n")
+        waiting.seek(0)
+        count = 0
+        for count, line in enumerate(waiting, 1):
+            if count == 1:
+                file.write(format_row(list(columns), delimiter))
+            cells = json.loads(line)
+            file.write(format_row([*cells, *[""] * (len(columns) - len(cells))], delimiter))
     return count
 
 
@@ -59,7 +75,14 @@ def format_row(cells: list[str], delimiter: str) -> bytes:
 
 
 def format_cell(value: Any) -> str:
-    return json.dumps(value, ensure_ascii=False) if isinstance(value, list | dict) else str(value)
+    """Return a value as a cell: lists, objects and truth values as JSON, and no value as an empty cell.
+
+    >>> format_cell(None), format_cell(False), format_cell([1]), format_cell("a")
+    ('', 'false', '[1]', 'a')
+    """
+    if value is None:
+        return ""
+    return json.dumps(value, ensure_ascii=False) if isinstance(value, list | dict | bool) else str(value)
 
 
 def format_prediction(task_input: TaskInput, record: Mapping[str, Any]) -> str:
