@@ -238,6 +238,39 @@ def test_files_and_pipes(topics: Path, tmp_path: Path, monkeypatch: pytest.Monke
     assert [line.split()[0] for line in capsys.readouterr().out.splitlines()] == expected
 
 
+def test_a_line_that_begins_with_a_brace_is_a_text(topics: Path, tmp_path: Path, capsys: Any) -> None:
+    """Only an object with a column of the task is a record; --format decides otherwise."""
+    lines = ["{braces} are text", '{"text": "the cat"}', '{"body": "the cat"}', "{1: 2}", "[1]"]
+    data = tmp_path / "lines.txt"
+    data.write_text("\n".join(lines) + "\n", encoding="utf-8")
+    reader = Predictor(topics).reader
+
+    def texts(line_format: Any = "auto", columns: Mapping[str, str] | None = None) -> list[str]:
+        return [i.example.texts[0] for i in reader.read_file(str(data), columns, "utf-8", line_format)]
+
+    assert texts() == [lines[0], "the cat", *lines[2:]]
+    assert "lines.txt:3: a JSON object without the columns of the task (text) is read as a text" in "".join(
+        capsys.readouterr().err.split("\n")
+    )
+    assert texts(columns={"text": "body"}) == [*lines[:2], "the cat", *lines[3:]]
+    assert texts("text") == lines
+    with pytest.raises(UserError, match=r"lines\.txt:1: not JSON"):
+        texts("jsonl")
+    (tmp_path / "lines.csv").write_text("text\na\n")
+    with pytest.raises(UserError, match="--format is for the lines"):
+        list(reader.read_file(str(tmp_path / "lines.csv"), None, "utf-8", "jsonl"))
+
+
+@pytest.mark.parametrize(("encoding", "text"), [("latin-1", "Málaga"), ("utf-16", "Málaga"), ("utf-8", "\ufeffMálaga")])
+def test_stdin_has_an_encoding(topics: Path, monkeypatch: pytest.MonkeyPatch, encoding: str, text: str) -> None:
+    reader = Predictor(topics).reader
+    monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(f"{text}\nAnna\n".encode(encoding)), "ascii"))
+    assert [i.example.texts[0] for i in reader.read_file("-", None, encoding)] == ["Málaga", "Anna"]
+    monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO("Anna\nM\xe1laga\n".encode("latin-1")), "ascii"))
+    with pytest.raises(UserError, match=r"stdin: not utf-8 behind line 0\. Name its encoding by --encoding"):
+        list(reader.read_file("-", None, "utf-8"))
+
+
 @pytest.mark.parametrize("suffix", [".csv", ".tsv"])
 def test_a_table_has_the_columns_of_all_records(tmp_path: Path, suffix: str) -> None:
     """Columns that occur later have empty cells before; null is an empty cell."""

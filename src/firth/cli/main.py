@@ -15,7 +15,7 @@ from importlib.metadata import version
 from io import TextIOWrapper
 from itertools import chain
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import typer
 from typer.exceptions import TyperException
@@ -378,6 +378,7 @@ def predict(
     overwrite: bool = False,
     task: str | None = None,
     columns: dict[str, str] | None = None,
+    format: Literal["auto", "text", "jsonl"] = "auto",
     encoding: str = "utf-8",
     batch_size: int | None = None,
     max_new_tokens: int | None = None,
@@ -402,7 +403,9 @@ def predict(
     predictor = Predictor(checkpoint, task or "", batch_size, max_new_tokens=max_new_tokens)
     texts = text if text and text != ["-"] else None
     inputs = (
-        predictor.reader.read_arguments(texts) if texts else predictor.reader.read_file(data or "-", columns, encoding)
+        predictor.reader.read_arguments(texts)
+        if texts
+        else predictor.reader.read_file(data or "-", columns, encoding, format)
     )
     predictions = predictor.predict_inputs(
         track(inputs, "predicting", "inputs") if data else inputs, 1 if data in (None, "-") else CHUNK_BATCHES

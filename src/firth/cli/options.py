@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Literal
 
 from firth.cli.command import BUDGET, DATA, TRAINING, option
 from firth.cli.values import (
@@ -479,7 +480,12 @@ class PredictOptions(JsonOptions):
     columns: dict[str, str] | None = option(
         None, "Rename columns, as text=body,question=q.", "A=B", parse=parse_columns
     )
-    encoding: str = option("utf-8", "Set the encoding of --data.")
+    format: Literal["auto", "text", "jsonl"] = option(
+        "auto",
+        "Read each line of a .txt file or of stdin as a text ('text') or a JSON object ('jsonl'); 'auto' takes lines "
+        "that are JSON objects with a column of the task as objects.",
+    )
+    encoding: str = option("utf-8", "Set the encoding of --data or stdin.")
     batch_size: int | None = option(
         None, "Compute this many inputs together; 32 on a CPU, 256 on a GPU.", bounds={"ge": 1}
     )

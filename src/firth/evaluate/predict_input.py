@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import codecs
+import io
 import re
 import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple, cast
 
-from firth.core.console import format_count
+from firth.core.console import format_count, warn
 from firth.core.errors import UserError
 from firth.core.parse import parse_json
 from firth.text import Example, RowNotes
@@ -36,6 +38,7 @@ TEXT_ROLES = {
 }
 PLAIN_TEXT_EXTENSIONS = (".txt", "")
 
+LineFormat = Literal["auto", "text", "jsonl"]  # of the lines of a .txt file or of stdin
 PredictInput = str | Sequence[str] | Mapping[str, Any]
 
 
@@ -132,29 +135,86 @@ class InputReader:
         for number, first in enumerate(range(0, len(texts), size), 1):
             yield self.read(texts[first : first + size], number)
 
-    def read_file(self, path: str, columns: Mapping[str, str] | None, encoding: str) -> Iterator[TaskInput]:
-        """Yield the inputs of a file while it is read: a table, or one text per line; "-" is stdin."""
+    def read_file(
+        self, path: str, columns: Mapping[str, str] | None, encoding: str, line_format: LineFormat = "auto"
+    ) -> Iterator[TaskInput]:
+        """Yield the inputs of a file while it is read: a table, or an input on each line; "-" is stdin."""
+        encoding = check_encoding(encoding)
         if path == "-":
-            yield from self.read_lines(sys.stdin, "stdin", columns)
+            yield from self.read_lines(read_stdin(encoding), "stdin", columns, line_format)
             return
-        file, encoding = Path(path), check_encoding(encoding)
+        file = Path(path)
         if data_extension(file) in PLAIN_TEXT_EXTENSIONS and not file.is_dir():
-            yield from self.read_lines(read_lines(file, encoding), path, columns)
+            yield from self.read_lines(read_lines(file, encoding), path, columns, line_format)
             return
+        if line_format != "auto":
+            raise UserError(f"--format is for the lines of a .txt file or of stdin: leave it out for {path}.")
         notes = RowNotes(path)
         named, records = open_labelled_file(file, self.task, dict(columns or {}), encoding, False, notes)
         for number, record in replace_surrogates_in_records(records, notes):
             yield self.read_record(record, number, f"{path}:{number}", named)
 
     def read_lines(
-        self, lines: Iterable[str], name: str, columns: Mapping[str, str] | None = None
+        self,
+        lines: Iterable[str],
+        name: str,
+        columns: Mapping[str, str] | None = None,
+        line_format: LineFormat = "auto",
     ) -> Iterator[TaskInput]:
-        """Yield an input for each line that is not blank: a JSON object, or a text."""
+        """Yield an input for each line that is not blank: a record or a text, as `line_format` says.
+
+        With "auto", a line is a record if it is a JSON object with a column that the task reads.
+        """
+        known, has_warned = self.input_columns(columns or {}), False
         for number, line in enumerate(lines, 1):
             where, text = f"{name}:{number}", line.rstrip("\r\n")
             if not text.strip():
                 continue
             value: PredictInput = text
-            if text.lstrip().startswith("{"):
+            if line_format == "jsonl":
                 value = parse_json(text, name, number)
+                if not isinstance(value, dict):
+                    raise UserError(f"{where}: not a JSON object, which --format jsonl asks for.")
+            elif line_format == "auto" and (record := parse_object(text)) is not None:
+                if known & record.keys():
+                    value = record
+                elif not has_warned:
+                    has_warned = True
+                    warn(
+                        f"{where}: a JSON object without the columns of the task ({', '.join(sorted(known))}) is read "
+                        "as a text. Name its columns by --columns, or say --format text or jsonl."
+                    )
             yield self.read(value, number, where, columns)
+
+    def input_columns(self, columns: Mapping[str, str]) -> set[str]:
+        """Return the columns of the texts of a record, renamed by `columns`; those of labels are left out."""
+        roles = {*TASK_FORMATS[self.task].roles, *TEXT_ROLES.get(self.task, ())}
+        labels = set() if self.task == "reward" else set(LABEL_ROLES)
+        return {columns.get(role, role) for role in roles - labels}
+
+
+def parse_object(text: str) -> dict[str, Any] | None:
+    """Return the JSON object that a line consists of; None if it is a text.
+
+    >>> parse_object('{"text": "a"}'), parse_object("{a} or {b}"), parse_object("[1]")
+    ({'text': 'a'}, None, None)
+    """
+    if not text.lstrip().startswith("{"):
+        return None
+    try:
+        return cast(dict[str, Any], parse_json(text, ""))
+    except UserError:
+        return None
+
+
+def read_stdin(encoding: str) -> Iterator[str]:
+    """Yield the lines of stdin as they come, decoded by `encoding`."""
+    if isinstance(sys.stdin, io.TextIOWrapper):
+        is_utf8 = codecs.lookup(encoding).name == "utf-8"
+        sys.stdin.reconfigure(encoding="utf-8-sig" if is_utf8 else encoding, errors="strict", newline="\n")
+    number = 0
+    try:
+        for number, line in enumerate(sys.stdin, 1):  # noqa: B007, the message names it
+            yield line
+    except UnicodeDecodeError:
+        raise UserError(f"stdin: not {encoding} behind line {number:,}. Name its encoding by --encoding.") from None
