@@ -21,11 +21,14 @@ from firth.evaluate.predict import Predictor
 from firth.evaluate.predict_input import TaskInput
 from firth.evaluate.predict_output import format_prediction, mark_spans, write_predictions
 from firth.generate import GeneratedSequence
-from firth.models import Model, make_model
+from firth.models import Model, load_model, make_model
 from firth.tasks import TASK_FILE, make_task
 from firth.tasks.prompts import encode_messages
+from firth.tasks.recipe import read_task_file
 from firth.text import Example
+from firth.train import ComputeConfig
 
+CPU = ComputeConfig(torch.device("cpu"), bf16=False, compile=False)
 Ask = Callable[..., Path]
 TASK_FACTS: dict[str, dict[str, Any]] = {
     "classify": {"labels": ["animal", "place"]},
@@ -200,6 +203,32 @@ def test_answers_that_were_cut_are_marked(tuned: Ask, prompts: list[list[int]], 
     assert predictor.notices == ["1 answer was cut at 3 new tokens, or at the model's last position: --max-new-tokens."]
     task_input = predictor.reader.read("We saw", 1)
     assert format_prediction(task_input, records[1]) == records[1]["text"] + " [cut]"
+
+
+@pytest.mark.parametrize(("task", "casts"), [("classify", True), ("tag", True), ("lm", True), ("embed", False)])
+def test_bf16_casts_the_weights_once(
+    tuned: Ask, monkeypatch: pytest.MonkeyPatch, task: str, casts: bool, topics: Path
+) -> None:
+    """Where bf16 is chosen, as on a GPU, weights are cast instead of by autocast. A caller's model keeps them."""
+    monkeypatch.setattr("firth.evaluate.predict.choose_compute", lambda training: replace(CPU, bf16=True))
+    folder = tuned(task, "gpt2" if task == "lm" else "bert")
+    predictor = Predictor(folder)
+    assert {p.dtype for p in predictor.model.parameters()} == {torch.bfloat16 if casts else torch.float32}
+    assert predictor.compute.bf16 != casts
+    predictor.predict(["We saw the cat"])
+    held = load_model(topics)
+    predictor = Predictor(held, metadata=read_task_file(topics))
+    assert {p.dtype for p in held.parameters()} == {torch.float32}
+    assert predictor.compute.bf16
+
+
+def test_bf16_gives_nearly_the_same_probabilities(
+    topics: Path, sentences: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    exact = Predictor(topics).predict(sentences)
+    monkeypatch.setattr("firth.evaluate.predict.choose_compute", lambda training: replace(CPU, bf16=True))
+    for found, wanted in zip(Predictor(topics).predict(sentences), exact, strict=True):
+        assert found["probabilities"] == pytest.approx(wanted["probabilities"], abs=0.05)
 
 
 def test_only_generated_answers_have_a_length(topics: Path) -> None:

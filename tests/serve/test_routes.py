@@ -27,6 +27,39 @@ def read_events(text: str) -> list[Any]:
     return [json.loads(line) for line in lines[:-1]]
 
 
+BF16_REQUESTS: list[tuple[str, dict[str, Any]]] = [
+    ("/generate", {"model": "gpt2", "prompt": "the cat", "max_new_tokens": 4}),
+    ("/generate", {"model": "t5", "prompt": "the cat", "max_new_tokens": 4, "num_beams": 2}),
+    ("/next", {"model": "gpt2", "prompt": "the cat", "top": 5, "temperatures": [1.0]}),
+    ("/fill", {"model": "bert", "text": "the [MASK] of the sea"}),
+    ("/v1/embeddings", {"model": "bert", "input": ["the cat", "a river"]}),
+    ("/attention", {"model": "t5", "text": "the cat", "target": "a river"}),
+    ("/attention/heads", {"model": "gpt2", "text": "the cat lives near the river"}),
+    ("/vectors", {"model": "bert", "texts": ["the cat", "a cat"], "words": ["cat"]}),
+    ("/salience", {"model": "topics", "input": "a big cat"}),
+    ("/tag", {"model": "names", "inputs": ["the cat"]}),
+    ("/answer", {"model": "questions", "question": "the cat?", "context": "the cat"}),
+]
+
+
+def test_a_server_computes_in_bfloat16(connect: Any) -> None:
+    """Every route answers, and a classifier's probabilities are near those of float32."""
+    import torch
+
+    with connect("gpt2", "bert", "t5", "topics", "names", "questions", bf16=True) as (client, server):
+        for model in server.models.values():
+            assert {p.dtype for p in model.model.parameters()} == {torch.bfloat16}
+            assert not any(predictor.compute.bf16 for predictor in model.predictors.values())  # no autocast around it
+        for route, body in BF16_REQUESTS:
+            ask(client, route, **body)
+        rounded = ask(client, "/classify", model="topics", inputs=["the cat"])
+    with connect("topics") as (client, _):
+        exact = ask(client, "/classify", model="topics", inputs=["the cat"])
+    p, q = (found["results"][0]["probabilities"] for found in (rounded, exact))
+    assert p == pytest.approx(q, abs=0.05)
+    assert p != q
+
+
 def test_models_are_listed_with_what_they_can_do(client: Any) -> None:
     found = {model["id"]: model for model in client.get("/v1/models").json()["data"]}
     assert {name: model["tasks"] for name, model in found.items() if model["tasks"]} == {

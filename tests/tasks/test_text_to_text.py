@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -14,7 +15,7 @@ from firth.core.errors import UserError
 from firth.generate import GenerationConfig, generate_ids
 from firth.metrics import compute_metrics
 from firth.objectives import IGNORE_INDEX
-from firth.tasks import FinetuneRecipe, Prediction, make_task
+from firth.tasks import FinetuneRecipe, Prediction, extract, make_task, text_to_text
 from firth.tasks.packing import pack_texts
 from firth.tasks.seq2seq_batch import DecoderExample, pack_alongside, pack_decoder_examples, pack_seq2seq_examples
 from firth.tasks.text_to_text import AnswerConfig, LabelRankingTask
@@ -145,6 +146,33 @@ def test_choice_probabilities_do_not_depend_on_packing(family: str) -> None:
         (alone,) = task.probabilities(model, [item], CPU, 1)
         assert len(p_C) == len(item.candidates)
         np.testing.assert_allclose(p_C, alone, atol=1e-5)
+
+
+@pytest.mark.parametrize(("name", "module"), [("text-to-text", text_to_text), ("extract", extract)])
+def test_answers_in_bf16_are_generated_without_autocast(
+    monkeypatch: pytest.MonkeyPatch, name: str, module: Any
+) -> None:
+    """A copy in bfloat16 generates: autocast would keep a GPU from its CUDA graphs. The model stays as it is."""
+    config, tokenizer = parts("t5")
+    known = [Example(0, ("the cat",), '{"a": "b"}' if name == "extract" else "a river")]
+    task = make_task(name, known, tokenizer, config, FinetuneRecipe(max_seq_length=24, max_target_length=8))
+    model, seen = model_for(task, config), []
+    model.tokenizer = task.tokenizer
+
+    def generate(model: Any, prompts: Any, generation_config: GenerationConfig, **options: Any) -> Any:
+        seen.append((torch.is_autocast_enabled("cpu"), {p.dtype for p in model.parameters()}))
+        return original(model, prompts, generation_config=generation_config, **options)
+
+    target = "generate_sequences" if name == "text-to-text" else "generate_ids"
+    original = getattr(module, target)
+    monkeypatch.setattr(module, target, generate)
+    assert len(task.predict(model, task.encode(known), replace(CPU, bf16=True), 2)) == 1
+    assert len(task.predict(model, task.encode(known), CPU, 2)) == 1
+    assert seen == [(False, {torch.bfloat16}), (False, {torch.float32})]
+    assert {p.dtype for p in model.parameters()} == {torch.float32}
+    copied = model.clone_as(torch.bfloat16)
+    assert copied.tokenizer is model.tokenizer
+    assert copied.num_parameters == model.num_parameters  # tied weights stay one
 
 
 @pytest.mark.parametrize("family", ["t5", "bart", "gpt2"])

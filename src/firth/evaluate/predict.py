@@ -21,6 +21,8 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from firth.core.console import format_count
 from firth.core.errors import UserError
 from firth.evaluate.embed import embed_texts, normalize_rows
@@ -30,7 +32,8 @@ from firth.generate import GenerationConfig, generate_sequences
 from firth.generate.loop import ended_by_choice
 from firth.generate.text import make_prompt_texts
 from firth.metrics.tagging import are_span_tags, extract_entity_spans
-from firth.models import EncoderDecoder, Model
+from firth.models import EncoderDecoder, Head, Model
+from firth.models.config import MultiTaskHead
 from firth.tasks import Prediction
 from firth.tasks.classify import ClassificationTask
 from firth.tasks.finetuned import load_finetuned
@@ -40,7 +43,7 @@ from firth.tasks.span_qa import split_context_windows
 from firth.tasks.task import batch_indices_by_length
 from firth.tasks.text_to_text import LabelRankingTask, TextToTextTask
 from firth.text import Example
-from firth.train import TrainingConfig, choose_compute
+from firth.train import ComputeConfig, TrainingConfig, choose_compute
 
 BATCH_SIZES = {"cpu": 32, "cuda": 256}  # on a GPU, launching the kernels of a small batch takes longer than its work
 CHUNK_BATCHES = 32  # batches of a file that are sorted by length together
@@ -66,10 +69,24 @@ class Predictor:
     ) -> None:
         model, self.task, self.facts = load_finetuned(checkpoint, task, metadata)
         self.reader = InputReader(self.task.name, *self.text_counts())
-        self.compute = choose_compute(TrainingConfig(compile=False))  # a few batches do not repay a compilation
+        compute = choose_compute(TrainingConfig(compile=False))  # a few batches do not repay a compilation
+        self.model = self.place_model(model, compute, is_own=not isinstance(checkpoint, Model))
+        is_cast = next(model.parameters()).dtype == torch.bfloat16
+        self.compute = replace(compute, bf16=compute.bf16 and not is_cast)
         self.batch_size = batch_size or BATCH_SIZES.get(self.compute.device.type, BATCH_SIZES["cpu"])
-        self.model, self.num_windowed_texts, self.num_cut_answers = model.to(self.compute.device), 0, 0
+        self.num_windowed_texts = self.num_cut_answers = 0
         self.generation_config = self.make_generation_config(max_new_tokens)
+
+    def place_model(self, model: Model, compute: ComputeConfig, is_own: bool) -> Model:
+        """Move the model to the device; where bf16 is chosen, cast its weights once.
+
+        Autocast would cast them for every batch, and rules out CUDA graphs that generate. A model that the caller holds
+        keeps its precision, and so do vectors, and the models that compute some parts in float32: LSTMs and CRFs.
+        """
+        config = model.config
+        has_crf = any(getattr(head, "crf", False) for head in (config.head, *own_heads(config.head)))
+        casts = compute.bf16 and is_own and self.task.name != "embed" and config.recurrent is None and not has_crf
+        return model.to(compute.device, torch.bfloat16 if casts else None)
 
     def make_generation_config(self, max_new_tokens: int | None) -> GenerationConfig | None:
         """Return how answers are generated; None if the task has a head."""
@@ -230,6 +247,11 @@ class Predictor:
                 span["probability"] = round_score(sum(own) / len(own))
             spans.append(span)
         return {"spans": spans}
+
+
+def own_heads(head: Head) -> list[Head]:
+    """Return the heads of several tasks."""
+    return [named.head for named in head.heads] if isinstance(head, MultiTaskHead) else []
 
 
 def default_new_tokens(model: Model) -> int:

@@ -97,9 +97,9 @@ def embed_token_ids(model: Model, id_N: np.ndarray) -> np.ndarray:
     """(N, D): embeddings of tokens; ELMo computes them from characters."""
     weight_VD = model.embed.tokens.weight
     if not isinstance(model.embed, CharCNNEmbedding):
-        return weight_VD.cpu().numpy()[id_N]
+        return weight_VD.float().cpu().numpy()[id_N]
     parts = torch.from_numpy(id_N).to(weight_VD.device, torch.long).split(CHAR_ENCODER_BATCH_WORDS)
-    return torch.cat([model.embed.embed_unprojected(part).cpu() for part in parts]).numpy()
+    return torch.cat([model.embed.embed_unprojected(part).float().cpu() for part in parts]).numpy()
 
 
 # --- files --------------------------------------------------------------------------------------------------------

@@ -392,6 +392,11 @@ def keep_device_decode(decode: DeviceDecode) -> None:
         kept_decodes[decode.model] = decode
 
 
+def drop_device_decode(model: Model) -> None:
+    """Free the slots that are kept for a model; they hold the model, too."""
+    kept_decodes.pop(model, None)
+
+
 @dataclass
 class Slot:
     """A sequence that is being decoded."""

@@ -274,6 +274,15 @@ class Model(nn.Module):
         """Return a copy with its own weights and the same tokenizer."""
         return copy.deepcopy(self, {id(self.tokenizer): self.tokenizer})
 
+    def clone_as(self, dtype: torch.dtype) -> Self:
+        """Return a copy whose weights are cast to `dtype`, with the same tokenizer."""
+        cast_tensors: dict[int, Any] = {id(self.tokenizer): self.tokenizer}
+        for p in self.parameters():
+            cast_tensors[id(p)] = nn.Parameter(p.detach().to(dtype, copy=True), requires_grad=False)
+        for b in self.buffers():
+            cast_tensors[id(b)] = b.detach().to(dtype if b.is_floating_point() else b.dtype, copy=True)
+        return copy.deepcopy(self, cast_tensors)  # the memo has the tensors already: float32 weights are not copied
+
     def save(self, folder: str | Path, overwrite: bool = False) -> None:
         """Write a Hugging Face folder, with the tokenizer if the model has one."""
         from firth.models.hf.checkpoint import save_model

@@ -41,6 +41,7 @@ class ServeConfig:
     batch_wait_ms: float = setting(
         3.0, "Wait this long for requests that can be computed with the first one.", BATCHES, ge=0, le=1000
     )
+    bf16: bool = setting(False, "Compute in bfloat16: faster on a GPU, with rounded weights.", BATCHES)
     max_queue: int = setting(128, "Let at most this many requests wait for a model.", LIMITS, ge=1)
     max_body_bytes: int = setting(1_000_000, "Accept requests of at most this many bytes.", LIMITS, ge=1)
     max_input_tokens: int = setting(8192, "Accept at most this many tokens in a request.", LIMITS, ge=1)

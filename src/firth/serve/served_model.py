@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
 
 from firth.core.console import format_count
 from firth.core.errors import UserError, did_you_mean, quote
@@ -60,14 +61,14 @@ class ServedModel:
         if model.tokenizer is None:
             raise UserError(f"{checkpoint} has no tokenizer: copy the model's tokenizer.json and its config into it.")
         self.name, self.config, self.created = name, config, int(time.time())
-        self.model: Model = model.to(choose_compute(TrainingConfig(compile=False)).device).requires_grad_(False)
+        device, dtype = choose_compute(TrainingConfig(compile=False)).device, torch.bfloat16 if config.bf16 else None
+        self.model: Model = model.to(device, dtype).requires_grad_(False)
         self.tokenizer = model.tokenizer
         self.metadata = read_task_file(Path(checkpoint))
         self.predictors, self.decode_pool = self.make_predictors(), DecodePool()
-        device = self.model.embed.tokens.weight.device.type
         self.worker = BatchWorker(
             *(name, config.max_batch_size, config.batch_wait_ms / 1000, config.max_queue),
-            lock=GPU_LOCK if device == "cuda" else None,
+            lock=GPU_LOCK if device.type == "cuda" else None,
         )
         self.operations = {
             operation.name: operation

@@ -19,7 +19,7 @@ from firth.metrics import compute_metrics
 from firth.metrics.fields import parse_object
 from firth.models import Model, ModelConfig
 from firth.tasks.task import Prediction, batch_indices_by_length
-from firth.tasks.text_to_text import AnswerConfig, Seq2SeqExample, TextToTextTask
+from firth.tasks.text_to_text import AnswerConfig, Seq2SeqExample, TextToTextTask, decoding_model
 from firth.text import Example
 from firth.tokens import Tokenizer
 from firth.train import ComputeConfig
@@ -63,11 +63,10 @@ class ExtractTask(TextToTextTask):
         predictions: list[Prediction | None] = [None] * len(items)
         constraint = model_constraint(model, self.generation_config)
         assert constraint is not None
-        with progress("extracting", "objects", len(items)) as shown:
+        with decoding_model(model, compute) as decoder, progress("extracting", "objects", len(items)) as shown:
             for indices in batch_indices_by_length(items, batch_size, lambda item: len(item.ids)):
                 prompts = [items[i].ids for i in indices]
-                with compute.autocast():
-                    written = generate_ids(model, prompts, generation_config=self.generation_config)
+                written = generate_ids(decoder, prompts, generation_config=self.generation_config)
                 for i, ids in zip(indices, written, strict=True):
                     complete = constraint.facts(ids)["complete"]
                     predictions[i] = Prediction(constraint.text(ids), extra={"complete": complete})

@@ -6,16 +6,19 @@ it computes log p(answer | source) of each candidate and picks the highest, so a
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from itertools import islice
 from typing import Any, NamedTuple
 
 import numpy as np
+import torch
 
 from firth.core.console import progress
 from firth.core.errors import UserError, quote
 from firth.generate import GenerationConfig, generate_sequences
+from firth.generate.device_decode import drop_device_decode
 from firth.generate.loop import ended_by_choice
 from firth.metrics import compute_metrics
 from firth.models import Model, ModelConfig, head_for_task, make_prompt_suffix, make_sequence_template
@@ -77,6 +80,24 @@ def check_task_can_generate(task: str, config: ModelConfig) -> None:
             f"{task} needs a model that writes: a decoder or an encoder-decoder. This {config.family} is an encoder, "
             "which can learn every task but text-to-text (UniLM can) and lm."
         )
+
+
+@contextmanager
+def decoding_model(model: Model, compute: ComputeConfig) -> Iterator[Model]:
+    """Yield the model for generation: with bf16 a copy in bfloat16, instead of autocast.
+
+    Autocast casts all weights again for every token. On a GPU it also rules out the CUDA graphs of
+    `generate/device_decode.py`.
+    """
+    if not compute.bf16 or next(model.parameters()).dtype != torch.float32:
+        with replace(compute, bf16=False).autocast():
+            yield model
+        return
+    copy = model.clone_as(torch.bfloat16)
+    try:
+        yield copy
+    finally:
+        drop_device_decode(copy)
 
 
 class TextToTextTask:
@@ -208,13 +229,12 @@ class TextToTextTask:
     ) -> list[Prediction]:
         """Return the answers; `complete` in `extra` is false for an answer that was cut."""
         predictions: list[Prediction | None] = [None] * len(items)
-        with progress("writing", "answers", len(items)) as shown:
+        with decoding_model(model, compute) as decoder, progress("writing", "answers", len(items)) as shown:
             for indices in batch_indices_by_length(items, batch_size, lambda item: len(item.ids)):
                 prompts = [items[i].ids for i in indices]
-                with compute.autocast():
-                    written = generate_sequences(model, prompts, self.generation_config, logprobs=False)
+                written = generate_sequences(decoder, prompts, self.generation_config, logprobs=False)
                 for i, sequence in zip(indices, written, strict=True):
-                    complete = ended_by_choice(model, sequence, self.generation_config.max_new_tokens)
+                    complete = ended_by_choice(decoder, sequence, self.generation_config.max_new_tokens)
                     text = self.tokenizer.decode(sequence.tokens).strip()
                     predictions[i] = Prediction(text, extra={"complete": complete})
                 shown.advance(len(indices))
