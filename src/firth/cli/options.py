@@ -487,7 +487,9 @@ class PredictOptions(JsonOptions):
     )
     encoding: str = option("utf-8", "Set the encoding of --data or stdin.")
     batch_size: int | None = option(
-        None, "Compute this many inputs together; 32 on a CPU, 256 on a GPU.", bounds={"ge": 1}
+        None,
+        "Compute this many inputs together. Default: 32 on a CPU; on a GPU those of 16,384 tokens, or 256 answers.",
+        bounds={"ge": 1},
     )
     max_new_tokens: int | None = option(
         None,

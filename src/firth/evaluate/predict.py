@@ -37,6 +37,8 @@ from firth.models.config import MultiTaskHead
 from firth.tasks import Prediction
 from firth.tasks.classify import ClassificationTask
 from firth.tasks.finetuned import load_finetuned
+from firth.tasks.head_task import HeadTask
+from firth.tasks.logits_runner import BATCH_TOKENS, AheadRunner
 from firth.tasks.prompts import encode_dialogue_prompts
 from firth.tasks.regress import RegressionTask
 from firth.tasks.span_qa import split_context_windows
@@ -54,9 +56,10 @@ DEFAULT_NEW_TOKENS = 256  # of an answer, where the task has no length of its ow
 class Predictor:
     """A fine-tuned checkpoint, loaded once, that predicts for new inputs.
 
-    `task` selects one of several tasks of a checkpoint. `batch_size` inputs are computed together (32 on a CPU, 256
-    on a GPU). `metadata` is the content of task.json, for a model that is already loaded. Generated answers have at
-    most `max_new_tokens` tokens: by default those of the fine-tuning, for lm 256 or half of the model's positions.
+    `task` selects one of several tasks of a checkpoint. `batch_size` inputs are computed together: by default 32 on a
+    CPU; on a GPU as many as have 16,384 tokens, or 256 where answers are generated. `metadata` is the content of
+    task.json, for a model that is already loaded. Generated answers have at most `max_new_tokens` tokens: by default
+    those of the fine-tuning, for lm 256 or half of the model's positions.
     """
 
     def __init__(
@@ -74,6 +77,8 @@ class Predictor:
         is_cast = next(model.parameters()).dtype == torch.bfloat16
         self.compute = replace(compute, bf16=compute.bf16 and not is_cast)
         self.batch_size = batch_size or BATCH_SIZES.get(self.compute.device.type, BATCH_SIZES["cpu"])
+        if self.compute.device.type == "cuda" and isinstance(self.task, HeadTask):
+            self.task.logits_runner = AheadRunner(model, self.compute, 0 if batch_size else BATCH_TOKENS)
         self.num_windowed_texts = self.num_cut_answers = 0
         self.generation_config = self.make_generation_config(max_new_tokens)
 

@@ -145,7 +145,9 @@ def make_attention_spec(
         if score_bias is not None:
             score_bias = score_bias.masked_fill(~mask, float("-inf"))
     key_range = make_key_range(is_causal, document_ids, attention_rank, key_document_ids, window=window)
-    if key_range is not None and key_range.key_ids.is_cuda:
+    # Eager predictions use SDPA, which has no tiles.
+    needs_bounds = torch.is_grad_enabled() or torch.compiler.is_compiling()
+    if key_range is not None and key_range.key_ids.is_cuda and needs_bounds:
         key_range = with_tile_bounds(key_range)  # once for all layers
     is_exactly_causal = is_causal and document_ids is None and attention_rank is None and window is None
     return AttentionSpec(

@@ -27,8 +27,7 @@ class ChoiceTask(HeadTask):
         sequences = iter(self.template.encode_texts(pairs))
         return [EncodedExample(tuple(next(sequences) for _ in e.texts[1:]), e.target) for e in examples]
 
-    def collate(self, items: Sequence[EncodedExample]) -> Batch:
-        packed = self.pack_items(items)
+    def add_labels(self, packed: PackedBatch, items: Sequence[EncodedExample]) -> Batch:
         group_A = np.repeat(np.arange(len(items)), [len(item.sequences) for item in items])
         right_A = [int(i == item.label) for item in items for i in range(len(item.sequences))]
         return packed.batch._replace(

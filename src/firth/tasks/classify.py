@@ -29,8 +29,7 @@ class ClassificationTask(HeadTask):
     def encode_label(self, example: Example) -> int:
         return IGNORE_INDEX if example.target is None else self.label_id(example.target, example)
 
-    def collate(self, items: Sequence[EncodedExample]) -> Batch:
-        packed = self.pack_items(items)
+    def add_labels(self, packed: PackedBatch, items: Sequence[EncodedExample]) -> Batch:
         return packed.batch._replace(
             task_labels=self.scatter_labels(packed, [item.label for item in items], IGNORE_INDEX),
             soft_labels=self.scatter_soft_labels(packed, items),

@@ -79,8 +79,7 @@ class EmbeddingTask(HeadTask):
     def templated_tokenizer(self) -> Tokenizer:
         return with_template(self.tokenizer, self.sequence_template, pairs=False)
 
-    def collate(self, items: Sequence[EncodedExample]) -> Batch:
-        packed = self.pack_items(items)
+    def add_labels(self, packed: PackedBatch, items: Sequence[EncodedExample]) -> Batch:
         side_A = np.tile([0, 1], len(items))
         group = self.scatter_labels(packed, np.repeat(number_distinct_pairs(items), 2), -1)
         side = self.scatter_labels(packed, side_A, 0)

@@ -15,9 +15,11 @@ N texts, B rows, T positions of a row, K slots of a row, A labels of a batch.
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Iterator, Sequence
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
 from copy import copy
 from dataclasses import dataclass, field, replace
+from functools import partial
 from itertools import chain
 from typing import Any, NamedTuple
 
@@ -37,6 +39,7 @@ from firth.models.config import (
     RegressionHead,
 )
 from firth.objectives import IGNORE_INDEX, Batch
+from firth.tasks.logits_runner import LogitsRunner
 from firth.tasks.packing import TextPacking, pack_texts
 from firth.tasks.shape_buckets import MAX_TRIAL_BATCHES, batch_shape, fit_shape_buckets, unpad_logits
 from firth.tasks.task import Prediction, batch_indices_by_length
@@ -81,6 +84,7 @@ class HeadTask:
     positions_per_label = 1  # 2: the markers of both entities give one label
     num_shapes = 0  # distinct batch shapes of the last prediction
     head_name: str | None = None  # in a model with several heads
+    logits_runner: LogitsRunner | None = None  # keeps its CUDA graphs between predictions
 
     def __init__(
         self,
@@ -111,7 +115,8 @@ class HeadTask:
     def encode(self, examples: Sequence[Example]) -> Sequence[EncodedExample]: ...
 
     @abstractmethod
-    def collate(self, items: Sequence[Any]) -> Batch: ...
+    def add_labels(self, packed: PackedBatch, items: Sequence[Any]) -> Batch:
+        """Return the batch of packed items with their labels."""
 
     @abstractmethod
     def decode_logits(self, items: Sequence[Any], logits: Array, packed: PackedBatch) -> list[Prediction]:
@@ -172,11 +177,25 @@ class HeadTask:
             )
         return self.label_to_id[label]
 
+    def collate(self, items: Sequence[Any]) -> Batch:
+        packed = self.pack_items(items)
+        if self.architecture == "decoder":  # targets of the auxiliary LM loss
+            labels_BT = next_token_labels(packed.batch.input_ids, packed.batch.document_ids)
+            packed = packed._replace(batch=packed.batch._replace(labels=labels_BT))
+        return self.add_labels(packed, items)
+
+    def model_inputs(self, packed: PackedBatch) -> Batch:
+        """Return what the model reads in a prediction."""
+        return packed.batch
+
     def pack_items(self, items: Sequence[EncodedExample]) -> PackedBatch:
         """Pack the sequences of the items into rows; gather their target positions into slots."""
         sequences = [sequence for item in items for sequence in item.sequences]
         lengths = [sequence.num_tokens for sequence in sequences]
-        row_tokens = max(lengths) if self.has_short_rows else self.template.max_length
+        row_tokens = self.template.max_length
+        if self.has_short_rows:
+            runner = self.logits_runner
+            row_tokens = min(row_tokens, max(lengths) if runner is None else runner.row_tokens(max(lengths)))
         packing = pack_texts(lengths, row_tokens, self.sequences_per_label)
         document_ids_BT, position_ids_BT = packing.document_ids_and_positions()
         input_ids_BT = packing.scatter(list(chain.from_iterable(s.ids for s in sequences)), self.tokenizer.vocab.pad)
@@ -202,8 +221,6 @@ class HeadTask:
         )
         if self.feeds_decoder:
             batch = self.add_decoder_inputs(batch)
-        if self.architecture == "decoder":  # targets of the auxiliary LM loss
-            batch = batch._replace(labels=next_token_labels(input_ids_BT, document_ids_BT))
         return PackedBatch(batch, packing, slot_A[::each] // each)
 
     def add_decoder_inputs(self, batch: Batch) -> Batch:
@@ -287,23 +304,30 @@ class HeadTask:
     def batch_logits(
         self, model: Model, items: Sequence[Any], compute: ComputeConfig, batch_size: int
     ) -> Iterator[tuple[Sequence[Any], Array, PackedBatch]]:
-        """Yield the items of each batch with their logits."""
-        chunks = [items[first : first + batch_size] for first in range(0, len(items), batch_size)]
+        """Yield the items of each batch with their logits; the runner may compute the next batch meanwhile."""
+        runner = self.logits_runner or LogitsRunner(model, compute)
+        chunks = runner.split(items, batch_size)
         shapes = (
             fit_shape_buckets(map(self.collate, chunks[:MAX_TRIAL_BATCHES]), self.tokenizer.vocab.pad)
             if compute.compile
             else None
         )
         seen_shapes = set()
+        launched: deque[tuple[Sequence[Any], PackedBatch, Callable[[], Array]]] = deque()
         for chunk in chunks:
-            batch = self.collate(chunk)
-            padded = batch if shapes is None else shapes(batch)
-            with compute.autocast():
-                logits = model.logits(padded.to(compute.device))
-            logits = unpad_logits(logits.float().cpu().numpy(), batch_shape(batch), batch_shape(padded))
+            packed = self.pack_items(chunk)
+            inputs = self.model_inputs(packed)
+            padded = inputs if shapes is None else shapes(inputs)
+            read_logits = runner.launch(padded, self.tokenizer.vocab.pad)
             seen_shapes.add(batch_shape(padded))
             self.num_shapes = len(seen_shapes)
-            yield chunk, logits, self.pack_items(chunk)
+            cut = partial(unpad_logits, before=batch_shape(inputs), after=batch_shape(padded))
+            launched.append((chunk, packed, lambda read=read_logits, cut=cut: cut(read())))  # type: ignore[misc]
+            if len(launched) > runner.num_ahead:
+                done, was_packed, read = launched.popleft()
+                yield done, read(), was_packed
+        for done, was_packed, read in launched:
+            yield done, read(), was_packed
 
 
 def next_token_labels(input_ids_BT: Array, document_ids_BT: Array) -> Array:

@@ -46,8 +46,7 @@ class RegressionTask(HeadTask):
     def text_orders(self, example: Example) -> list[tuple[str, ...]]:
         return [example.texts, example.texts[::-1]][: self.sequences_per_label]
 
-    def collate(self, items: Sequence[EncodedExample]) -> Batch:
-        packed = self.pack_items(items)
+    def add_labels(self, packed: PackedBatch, items: Sequence[EncodedExample]) -> Batch:
         return packed.batch._replace(
             task_labels=self.scatter_labels(packed, [i.label for i in items], math.nan, np.float32),
             soft_labels=self.scatter_soft_labels(packed, items),

@@ -127,9 +127,8 @@ class RewardTask(HeadTask):
 
     # --- items to batches and scores
 
-    def collate(self, items: Sequence[EncodedExample]) -> Batch:
-        """Pack the answers, both of a pair in one batch. `group_ids` number them, with the side in the last bit."""
-        packed = self.pack_items(items)
+    def add_labels(self, packed: PackedBatch, items: Sequence[EncodedExample]) -> Batch:
+        """Both answers of a pair are in one batch. `group_ids` number them, with the side in the last bit."""
         numbers = [2 * i + side for i, item in enumerate(items) for side in range(len(item.sequences))]
         margins = [item.label or 0.0 for item in items for _ in item.sequences]
         return packed.batch._replace(

@@ -138,8 +138,7 @@ class SpanQATask(HeadTask):
         last = int(np.searchsorted(offsets_S2[:, 0], start + len(text))) - 1
         return first, max(first, last)
 
-    def collate(self, items: Sequence[EncodedQuestion]) -> Batch:
-        packed = self.pack_items(items)
+    def add_labels(self, packed: PackedBatch, items: Sequence[EncodedQuestion]) -> Batch:
         labels = [
             span_labels(s, w, item.label) for item in items for s, w in zip(item.sequences, item.windows, strict=True)
         ]
@@ -149,6 +148,9 @@ class SpanQATask(HeadTask):
             soft_BT2 = packed.packing.scatter(np.concatenate(softs), np.nan, np.float32)
             soft_BT2[label_BT2 < 0] = np.nan  # positions that cannot be an answer
         return packed.batch._replace(target_positions=None, labels=None, task_labels=label_BT2, soft_labels=soft_BT2)
+
+    def model_inputs(self, packed: PackedBatch) -> Batch:
+        return packed.batch._replace(target_positions=None)
 
     def num_labels(self, item: EncodedQuestion) -> int:
         return item.num_tokens

@@ -136,8 +136,7 @@ class TaggingTask(HeadTask):
         target_positions = [begin + word.target_index for begin, word in zip(begins, words, strict=False)]
         return EncodedSequence(inputs.ids, token_type_ids, tuple(target_positions[target_start:target_end]))
 
-    def collate(self, items: Sequence[EncodedExample]) -> Batch:
-        packed = self.pack_items(items)
+    def add_labels(self, packed: PackedBatch, items: Sequence[EncodedExample]) -> Batch:
         label_BK = self.scatter_labels(packed, [tag for item in items for tag in item.label], IGNORE_INDEX)
         soft_BKC = self.scatter_soft_labels(packed, items)
         return packed.batch._replace(task_labels=label_BK, soft_labels=soft_BKC, labels=None)

@@ -123,7 +123,7 @@ class CudaGraphStep(StepRunner):
                 outputs = self.run(inputs)
         except RuntimeError as e:
             self.disable(str(e).partition("\n")[0])
-            self.clean_up_failed_capture(pool)
+            clean_up_failed_capture(pool, self.stream, self.compute.device)
             return
         self.graphs[shape] = graph, inputs, outputs
 
@@ -142,19 +142,20 @@ class CudaGraphStep(StepRunner):
         self.disable("memory is short")
         return True
 
-    def clean_up_failed_capture(self, pool: Any) -> None:
-        """Undo a failed capture: release its memory pool, and reset torch's generator, which is still in capture."""
-        device = torch.cuda.current_device()
-        with suppress(RuntimeError):  # an out-of-memory error has released the pool already
-            torch._C._cuda_endAllocateToPool(device, pool)
-            torch._C._cuda_releasePool(device, pool)
-            with torch.cuda.graph(torch.cuda.CUDAGraph(), stream=self.stream):  # a successful capture
-                torch.zeros((), device=self.compute.device)
-
     def tensor_addresses(self) -> list[Any]:
         """Addresses of weights and gradients, and which parameters require one."""
         gradients = [0 if p.grad is None else p.grad.data_ptr() for p in self.parameters]
         return [*gradients, *((p.data_ptr(), p.requires_grad) for p in self.parameters)]
+
+
+def clean_up_failed_capture(pool: Any, stream: Any, device: torch.device) -> None:
+    """Undo a failed capture: release its memory pool, and reset torch's generator, which is still in capture."""
+    index = torch.cuda.current_device()
+    with suppress(RuntimeError):  # an out-of-memory error has released the pool already
+        torch._C._cuda_endAllocateToPool(index, pool)
+        torch._C._cuda_releasePool(index, pool)
+        with torch.cuda.graph(torch.cuda.CUDAGraph(), stream=stream):  # a successful capture
+            torch.zeros((), device=device)
 
 
 def loss_divisors(names: list[str], counts: Mapping[str, int]) -> Tensor:
