@@ -15,7 +15,7 @@ ALIASES = "a: &a [x, x, x, x, x, x, x, x, x, x]\n" + "".join(
     f"{new}: &{new} [{', '.join(10 * [f'*{old}'])}]\n" for old, new in zip("abcdefgh", "bcdefghi", strict=True)
 )
 BAD_JSON = {
-    "a comma": ('{\n"a": 1,\n}', "f:3:1: not JSON (Expecting property name enclosed in double quotes)."),
+    "no value": ('{\n"a": 1,\n"b": }', "f:3:6: not JSON (Expecting value)."),
     "5,000 digits": ('{\n"a": ' + 5000 * "9" + "}", "f:2: not JSON (Exceeds the limit (4300 digits))."),
     "100,000 brackets": (100_000 * "[", "f: not JSON (lists or objects are nested too deeply)."),
 }
@@ -42,6 +42,13 @@ def test_bad_json_is_one_line(case: str) -> None:
     with pytest.raises(UserError) as caught:
         parse_json(text, "f")
     assert str(caught.value) == message
+
+
+def test_a_trailing_comma_in_json_is_one_line() -> None:
+    """Since Python 3.13 json points at the comma itself."""
+    messages = r"Illegal trailing comma|Expecting property name"
+    with pytest.raises(UserError, match=rf"^f:(2:7|3:1): not JSON \(({messages})[^\n]*$"):
+        parse_json('{\n"a": 1,\n}', "f")
 
 
 @pytest.mark.parametrize("case", BAD_YAML)

@@ -88,6 +88,17 @@ EXTRA_OF_PACKAGE = {
 }
 COMPRESSED_EXTENSIONS_TEXT = ", ".join(DECOMPRESSORS)
 RATIO_SAMPLE_BYTES = 2**22  # of text, from which the size of a compressed file's text is estimated
+MAX_SHORT_READ_BYTES = 2**13  # of a compressed file, while that size is estimated
+
+
+class ShortReads(io.FileIO):
+    """A file that returns at most 8 KB per read, so that its position is close to what a decompressor has used.
+
+    gzip asks for 128 KB since Python 3.12, bz2 and lzma since 3.14: more than many small files have.
+    """
+
+    def read(self, size: int | None = -1, /) -> Any:
+        return super().read(MAX_SHORT_READ_BYTES if size is None or size < 0 else min(size, MAX_SHORT_READ_BYTES))
 
 
 def estimate_text_bytes(path: Path) -> int:
@@ -96,7 +107,7 @@ def estimate_text_bytes(path: Path) -> int:
     if extension not in DECOMPRESSORS:
         return size
     try:
-        with path.open("rb") as raw, DECOMPRESSORS[extension](raw, "rb") as file:
+        with ShortReads(path) as raw, DECOMPRESSORS[extension](raw, "rb") as file:
             sample = len(file.read(RATIO_SAMPLE_BYTES))
             position = raw.tell()
     except READ_ERRORS:
