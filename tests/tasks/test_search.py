@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import importlib
 import json
 import math
@@ -23,9 +24,11 @@ from firth.models import get_preset
 from firth.recipes import finetuning_defaults, with_rate_candidates
 from firth.recipes.finetuning import FINETUNE_RECIPES, SEARCH_DIMENSIONS
 from firth.tasks import FinetuneRecipe, finetune, trial_runs
-from firth.tasks.rate_trial import load_trials
+from firth.tasks.rate_trial import FIELDS_OUTSIDE_TRIALS, checksum_trial_recipe, load_trials
+from firth.tasks.recipe import TaskData
 from firth.tasks.search import Search, SearchTrial, find_search_obstacle, plan_search, run_halving
 from firth.train import load_recipe, save_recipe
+from firth.train.recipe import EngineConfig
 
 finetuning = importlib.import_module("firth.tasks.finetune")  # the name in firth.tasks is the function
 Checkpoints = Callable[[str], Path]
@@ -185,6 +188,32 @@ def test_a_stopped_search_makes_the_same_choice_from_any_trial(tmp_path: Path) -
         assert run_halving(replace(plan, trials=stored.trials), try_setting) == straight
         assert len(tried) == 21 - len(search.trials)
     assert not plan.same_plan(plan_search(recipe_of(seed=1), 4800, "accuracy"))
+
+
+def another_value(name: str, value: Any) -> Any:
+    special: dict[str, Any] = {
+        "tasks": {"a": TaskData("classify", "x", "y", "z")},
+        "skips": {"seed-0": ((1, 2),)},
+        "engine": EngineConfig(recompute=True),
+    }
+    if name in special or isinstance(value, bool):
+        return special.get(name, not value)
+    kinds = (((int, float), 3), (str, "other"), (tuple, ("other",)), (dict, {"a": 1}), (type(None), 0.5))
+    return next(other for kind, other in kinds if isinstance(value, kind))  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("name", [f.name for f in dataclasses.fields(FinetuneRecipe)])
+def test_trials_of_another_recipe_are_made_again(name: str) -> None:
+    """Every field counts but those that no trial reads."""
+    recipe = recipe_of()
+    other = replace(recipe, **{name: another_value(name, getattr(recipe, name))})
+    same = plan_search(recipe, 4800).recipe_checksum == plan_search(other, 4800).recipe_checksum
+    assert same == (name in FIELDS_OUTSIDE_TRIALS)
+
+
+def test_trials_do_not_depend_on_how_a_path_is_written() -> None:
+    paths = ("base", f"{Path.cwd()}/base")
+    assert len({checksum_trial_recipe(recipe_of(checkpoint=path)) for path in paths}) == 1
 
 
 # --- the option
@@ -348,6 +377,24 @@ def test_a_run_stopped_in_a_trial_resumes_exactly(
     assert finetune(plan(), resume=True)["search"]["settings"] == straight["search"]["settings"]
     with pytest.raises(UserError, match="search: 6 -> 8"):
         finetune(plan(search=8), resume=True)
+
+
+def test_a_search_that_continues_with_another_recipe_repeats_its_trials(
+    plan: Plan, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real, tried = trial_runs.fit, list[str]()
+
+    def press(run: Any, resume: bool = False) -> Any:
+        tried.append(run.name)
+        if len(tried) in (3, 4):
+            run.hooks.append((1, lambda step, model: os.kill(os.getpid(), signal.SIGTERM)))
+        return real(run, resume)
+
+    monkeypatch.setattr(trial_runs, "fit", press)
+    for recipe, resume in ((plan(), False), (plan(weight_decay=0.5), True)):
+        with pytest.raises(Interrupted):
+            finetune(recipe, resume=resume, allow_change=resume)
+    assert tried[3] == tried[0], "the first trial again"
 
 
 KILLED = """

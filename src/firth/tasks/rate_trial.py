@@ -16,6 +16,7 @@ error of the paired difference (the one-standard-error rule of Breiman et al. 19
 
 from __future__ import annotations
 
+import json
 import math
 import zlib
 from collections.abc import Sequence
@@ -30,9 +31,10 @@ from firth.core.console import format_count
 from firth.core.errors import UserError
 from firth.core.files import read_object, write_json
 from firth.core.hashing import hash_uint64
-from firth.core.serialization import from_dict
+from firth.core.serialization import from_dict, to_dict
 from firth.tasks.recipe import FinetuneRecipe
 from firth.tokens.permutation import permute_indices
+from firth.train.resume import COMPUTE_FIELDS
 
 RATE_TRIAL_FILE = "learning_rate.json"
 TRIAL_SHARE = 0.1  # of the steps of a seed, for each rate
@@ -41,6 +43,14 @@ HELD_OUT_SHARE = 0.2  # of the training examples
 MIN_HELD_OUT_EXAMPLES, MAX_HELD_OUT_EXAMPLES = 64, 512
 MIN_HELD_OUT_BATCHES = 8  # the standard error is that over batches
 SPLIT_SEED = zlib.crc32(b"learning rate trial")
+# Fields of a recipe that no trial depends on: files whose contents have checksums, what is done with seeds and dev, and
+# where a step is computed and shown. Every other field does, so a new one is compared unless it is listed here.
+FIELDS_OUTSIDE_TRIALS = (
+    *COMPUTE_FIELDS,
+    *("threads", "output_dir", "train", "dev", "unlabeled", "dev_checksum", "baseline", "seeds", "minutes", "skips"),
+    *("eval_steps", "save_steps", "save_total_limit", "async_save", "logging_steps", "load_best", "early_stopping"),
+)
+MODEL_PATH_FIELDS = ("checkpoint", "teacher", "augment_model", "json_schema")  # may be written in several ways
 
 
 @dataclass(frozen=True)
@@ -49,6 +59,7 @@ class RateTrial:
 
     rates: tuple[float, ...]
     default: float
+    recipe_checksum: str = ""  # of what a trial depends on beside its rate
     steps: int = 0  # of each rate
     factor: float = 1.0  # the trial of a rate has this times the rate, as it is shorter
     train_examples: int = 0
@@ -68,11 +79,24 @@ class RateTrial:
     def save(self, file: Path) -> None:
         write_json(file, asdict(self))
 
+    def same_plan(self, other: RateTrial) -> bool:
+        """Whether the trials of the other one are those of this one."""
+        mine, theirs = ((t.rates, t.default, t.recipe_checksum) for t in (self, other))
+        return mine == theirs
+
     def to_results(self) -> dict[str, Any]:
         """The entry `learning_rate_trial` of results.json."""
         facts = asdict(self)
         del facts["batch_losses"]
         return facts | {"losses": [loss if math.isfinite(loss) else None for loss in self.losses]}
+
+
+def checksum_trial_recipe(recipe: FinetuneRecipe) -> str:
+    """Return the CRC-32 of all that a trial depends on, as hex."""
+    facts = {name: value for name, value in to_dict(recipe).items() if name not in FIELDS_OUTSIDE_TRIALS}
+    facts |= {name: str(Path(facts[name]).resolve()) for name in MODEL_PATH_FIELDS if facts.get(name)}
+    facts["tasks"] = {name: [data.task, data.prefix] for name, data in recipe.tasks.items()}
+    return f"{zlib.crc32(json.dumps(facts, sort_keys=True, default=str).encode()):08x}"
 
 
 TrialsT = TypeVar("TrialsT")

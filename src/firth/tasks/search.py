@@ -40,7 +40,13 @@ from firth.core.errors import UserError
 from firth.core.files import write_json
 from firth.core.hashing import hash_uint64
 from firth.recipes.finetuning import SEARCH_DIMENSIONS, search_rate_range
-from firth.tasks.rate_trial import MIN_TRIAL_STEPS, find_split_obstacle, format_loss, num_held_out
+from firth.tasks.rate_trial import (
+    MIN_TRIAL_STEPS,
+    checksum_trial_recipe,
+    find_split_obstacle,
+    format_loss,
+    num_held_out,
+)
 from firth.tasks.recipe import FinetuneRecipe
 from firth.tokens.permutation import permute_indices
 
@@ -138,6 +144,7 @@ class Search:
     train_examples: int
     held_out_examples: int
     train_checksum: str
+    recipe_checksum: str  # of what a trial depends on beside its setting
     trials: tuple[SearchTrial, ...] = ()
     chosen: int | None = None
     reason: str = ""
@@ -301,6 +308,7 @@ def plan_search(recipe: FinetuneRecipe, num_examples: int, metric: str = "", low
         train_examples=num_examples - held_out,
         held_out_examples=held_out,
         train_checksum=recipe.train_checksum,
+        recipe_checksum=checksum_trial_recipe(recipe),
     )
 
 

@@ -11,6 +11,7 @@ from firth.tasks.finetune_job import FinetuneJob
 from firth.tasks.rate_trial import (
     RATE_TRIAL_FILE,
     RateTrial,
+    checksum_trial_recipe,
     choose_rate,
     find_trial_obstacle,
     load_trial,
@@ -28,9 +29,9 @@ def choose_learning_rate(job: FinetuneJob) -> FinetuneRecipe:
     does not repeat it: trials depend on the recipe alone, never on each other.
     """
     recipe, file = job.recipe, job.folder / RATE_TRIAL_FILE
-    trial = load_trial(file)
-    if trial is None or (trial.rates, trial.default) != (recipe.rate_candidates, recipe.learning_rate):
-        trial = RateTrial(recipe.rate_candidates, recipe.learning_rate)
+    planned = RateTrial(recipe.rate_candidates, recipe.learning_rate, checksum_trial_recipe(recipe))
+    stored = load_trial(file)
+    trial = stored if stored is not None and planned.same_plan(stored) else planned
     if obstacle := find_trial_obstacle(recipe, job.num_labelled, recipe.max_steps):
         trial = replace(trial, chosen=recipe.learning_rate, reason=obstacle, skipped=True)
         say(f"learning rate {recipe.learning_rate:g}, the default; no others are tried: {obstacle}")
