@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from tasks.conftest import write_jsonl
+from tasks.test_multihead import stop_after
 
 import firth
 from firth.core.errors import UserError
@@ -54,6 +55,26 @@ def test_a_chain_keeps_the_layers_and_is_recorded(
     assert [link["head"] for link in third["chain"]] == ["new", "new", "kept"]
     kept = load_model(tmp_path / "third/final").state_dict()
     assert torch.equal(kept["head.out.weight"], end["head.out.weight"])
+
+
+def test_a_chain_resumes_exactly(
+    toy: dict[str, Path], checkpoint_of: Callable[[str], Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The second run stops after a checkpoint: it continues from that, and keeps the record of the chain."""
+    base, files = checkpoint_of("bert"), (toy["train"], toy["dev"])
+    run = RUN | {"learning_rate": 1e-3, "max_steps": 6, "save_steps": 2}
+    firth.finetune(base, "classify", toy["dev"], toy["train"], tmp_path / "first", **RUN | {"learning_rate": 1e-2})
+    whole, cut = (tmp_path / name for name in ("whole", "cut"))
+    first = firth.finetune(base, "classify", *files, whole, from_=tmp_path / "first", **run)
+    stop_after(monkeypatch, 3)
+    with pytest.raises(KeyboardInterrupt):
+        firth.finetune(base, "classify", *files, cut, from_=tmp_path / "first", **run)
+    monkeypatch.undo()
+    assert (cut / "seed-0" / "checkpoint-2").is_dir()
+    second = firth.finetune(base, "classify", *files, cut, from_=tmp_path / "first", resume=True, **run)
+    assert second["chain"] == first["chain"]
+    for name in ("final/model.safetensors", "predictions.jsonl", "seed-0/log.jsonl"):
+        assert (whole / name).read_bytes() == (cut / name).read_bytes(), name
 
 
 def test_from_must_be_the_checkpoint_fine_tuned(

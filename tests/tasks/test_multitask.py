@@ -12,10 +12,13 @@ import numpy as np
 import pytest
 import yaml
 from tasks.small import CPU, model_for, parts
+from tasks.test_multihead import stop_after
 
 import firth
 from firth.core.errors import UserError
+from firth.tasks import FinetuneRecipe, finetune
 from firth.tasks.multitask import MultiTask, TaskItem, make_mixed_sampler, mixing_rates, qualify_ids
+from firth.tasks.recipe import TaskData
 from firth.tasks.registry import make_task
 from firth.text import Example
 
@@ -110,6 +113,34 @@ def test_two_tasks_in_one_run(files: dict[str, Any], checkpoint_of: Callable[[st
     assert twin["scores"] == result["scores"]
     again = firth.finetune(checkpoint_of("t5"), None, **files, output_dir=out, prefix=prefix, resume=True, **run)
     assert again["scores"] == result["scores"]
+
+
+def test_a_mixture_of_answers_as_text_resumes_exactly(
+    files: dict[str, Any], checkpoint_of: Callable[[str], Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Every batch of T5 has several tasks, in the order of the mixture."""
+    few = {name: tmp_path / f"{name}.jsonl" for name in files["train"]}
+    for name, file in few.items():
+        file.write_text(
+            "".join(files["train"][name].read_text().splitlines(keepends=True)[: 9 if name == "kind" else 5])
+        )
+    kinds = {"kind": "classify", "word": "text-to-text"}
+    tasks = {name: TaskData(kinds[name], str(file), str(file), f"{name}: ") for name, file in few.items()}
+    fields: dict[str, Any] = {"max_steps": 5, "save_steps": 2, "seeds": 1, "device": "cpu", "max_seq_length": 32}
+    fields |= {"mix_temperature": 0.5, "max_target_length": 2, "per_device_train_batch_size": 4, "optim": "adafactor"}
+    whole, cut = (
+        FinetuneRecipe(checkpoint=str(checkpoint_of("t5")), tasks=tasks, output_dir=str(tmp_path / name), **fields)
+        for name in ("whole", "cut")
+    )
+    first = finetune(whole)
+    stop_after(monkeypatch, 3)
+    with pytest.raises(KeyboardInterrupt):
+        finetune(cut)
+    monkeypatch.undo()
+    assert (tmp_path / "cut" / "seed-0" / "checkpoint-2").is_dir()
+    assert finetune(cut, resume=True)["scores"] == first["scores"]
+    for name in ("final/model.safetensors", "predictions.jsonl", "seed-0/log.jsonl"):
+        assert (tmp_path / "whole" / name).read_bytes() == (tmp_path / "cut" / name).read_bytes(), name
 
 
 def test_shots_are_of_each_task(files: dict[str, Any], checkpoint_of: Callable[[str], Path], tmp_path: Path) -> None:
