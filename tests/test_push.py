@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import shutil
+import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -214,6 +216,40 @@ def test_a_run_pushes_its_checkpoints_and_its_model(
     found = firth.pretrain("bert-tiny", run / "data", tmp_path / "run", resume=True, **options)
     assert "the model is complete, and is not pushed" in capsys.readouterr().err
     assert "failed" in found["push_error"]
+
+
+def test_a_hub_that_hangs_does_not_hold_a_run(
+    server: HubServer, run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The end of the run waits for a while, and says how to push what is missing, also if only hard links are left."""
+    released = threading.Event()
+    server.answer = lambda request: None if "create" in request else (released.wait(30), 500)[1]
+    monkeypatch.setattr(hub_module, "MIN_CLOSE_SECONDS", 0.2)
+    for name in ("checkpoint-1", "checkpoint-2"):
+        shutil.copytree(run / "checkpoint-2", tmp_path / name)
+    uploader = hub_module.CheckpointUploader("me/slow", False)
+    for name in ("checkpoint-1", "checkpoint-2"):
+        uploader.push(tmp_path / name)
+    shutil.rmtree(tmp_path / "checkpoint-1")
+    start = time.monotonic()
+    uploader.close()
+    assert time.monotonic() - start < 10
+    said = " ".join(capsys.readouterr().err.split())
+    links = tmp_path / ".checkpoint-1.push.tmp"
+    assert f"step-1 is not pushed: the Hub is too slow or hangs. Push it later: firth push {links} me/slow" in said
+    assert f"firth push {tmp_path / 'checkpoint-2'} me/slow --revision step-2" in said
+    shutil.copytree(links, tmp_path / "kept")
+    server.answer = lambda request: None
+    released.set()
+    uploader.thread.join(10)
+    assert firth.push(tmp_path / "kept", "me/slow", revision="step-1")["revision"] == "step-1"
+
+
+def test_a_request_without_an_answer_fails(server: HubServer, run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    server.answer = lambda request: (time.sleep(0.5), 500)[1]
+    monkeypatch.setattr(hub_module, "STALLED_SECONDS", 0.05)
+    with pytest.raises(UserError, match=r"cannot be reached .* Check the network"):
+        firth.push(run, "me/animals")
 
 
 def test_a_fine_tuning_pushes_its_best_seed(server: HubServer, run: Path, tmp_path: Path) -> None:

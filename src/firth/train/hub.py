@@ -16,15 +16,17 @@ from __future__ import annotations
 import json
 import os
 import re
+import shlex
 import threading
 import time
 from collections.abc import Callable, Collection
+from contextlib import suppress
 from hashlib import sha256
 from pathlib import Path
 from queue import Full, Queue
 from typing import Any, NamedTuple, TypeVar
 
-from firth.core.console import say, warn
+from firth.core.console import format_count, say, warn
 from firth.core.errors import MAX_REASON_CHARS, UserError, quote, shorten
 from firth.core.files import (
     MANIFEST_FILE,
@@ -50,6 +52,9 @@ CARD_KEY = "card_sha256"  # in a manifest on the Hub: the model card as it was p
 SHADOWING_FILE = re.compile(
     r"(model|adapter_model)(-\d+-of-\d+)?\.safetensors|model\.safetensors\.index\.json|adapter_config\.json|task\.json"
 )
+STALLED_SECONDS = 120.0  # without a byte from the Hub: a request has failed
+MIN_CLOSE_SECONDS = 300.0  # how long the end of a run waits for its uploads, and 1 s more for each MB of them
+MIN_UPLOAD_BYTES_PER_S = 1e6
 REFUSED_STATUS = (400, 401, 403, 404, 409, 413, 422)  # answers that another attempt does not change
 
 
@@ -69,7 +74,9 @@ def import_hub() -> Any:
     """Import huggingface_hub, with the parts that it does not import itself."""
     for part in ("constants", "errors", "utils"):
         import_optional(f"huggingface_hub.{part}", "The Hugging Face Hub")
-    return import_optional("huggingface_hub", "The Hugging Face Hub")
+    hub = import_optional("huggingface_hub", "The Hugging Face Hub")
+    hub.utils.get_session().timeout = STALLED_SECONDS  # without it a Hub that does not answer holds a run for ever
+    return hub
 
 
 def check_repo_name(repo: str) -> None:
@@ -242,6 +249,7 @@ class CheckpointUploader:
     def __init__(self, repo: str, public: bool) -> None:
         self.repo, self.public = repo, public
         self.waiting: Queue[tuple[Path, str] | None] = Queue(MAX_WAITING)
+        self.unfinished: dict[str, tuple[Path, Path]] = {}  # branch -> checkpoint, hard links to its files
         hub = import_hub()
         hub.utils.disable_progress_bars()
         hub.utils.logging.set_verbosity_error()
@@ -256,6 +264,7 @@ class CheckpointUploader:
             if self.waiting.full():
                 raise Full
             link_model_files(checkpoint, links)
+            self.unfinished[branch] = checkpoint, links
             self.waiting.put_nowait((links, branch))
         except Full:
             warn(
@@ -275,13 +284,23 @@ class CheckpointUploader:
                 warn(f"{branch} could not be pushed: {e} Training continues.")
             finally:
                 remove_path(links)
+                del self.unfinished[branch]
 
     def close(self) -> None:
-        """Wait for the uploads of a run that has ended."""
-        if not self.waiting.empty():
-            say("waiting for the upload of checkpoints")
-        self.waiting.put(None)
-        self.thread.join()
+        """Wait for the uploads of a run that has ended, as long as a slow network needs, not for ever."""
+        remaining = [links for _, links in list(self.unfinished.values())]
+        if remaining:
+            say(f"waiting for the upload of {format_count(len(remaining), 'checkpoint')}")
+        size = sum(file.stat().st_size for links in remaining for file in links.rglob("*") if file.is_file())
+        deadline = time.monotonic() + MIN_CLOSE_SECONDS + size / MIN_UPLOAD_BYTES_PER_S
+        with suppress(Full):  # the thread is a daemon: without its end mark it ends with the process
+            self.waiting.put(None, timeout=max(0.0, deadline - time.monotonic()))
+        self.thread.join(max(0.0, deadline - time.monotonic()))
+        for branch, (checkpoint, links) in list(self.unfinished.items()):
+            # --save-total-limit may have removed the checkpoint; the links stay.
+            folder = checkpoint if checkpoint.is_dir() else links
+            command = f"firth push {shlex.quote(str(folder))} {shlex.quote(self.repo)} --revision {branch}"
+            warn(f"{branch} is not pushed: the Hub is too slow or hangs. Push it later: {command}")
 
 
 def make_uploader(recipe: TrainingConfig, is_main_process: bool = True) -> CheckpointUploader | None:
