@@ -110,7 +110,9 @@ class HubServer:
             return 404, {"error": "no such revision"}
         if match[2] == "preupload":
             files = json.loads(body)["files"]
-            modes = {f["path"]: "lfs" if f["path"].endswith(".safetensors") else "regular" for f in files}
+            modes = {
+                f["path"]: "lfs" if f["path"].endswith((".safetensors", ".onnx", ".gguf")) else "regular" for f in files
+            }
             return 200, {"files": [{"path": p, "uploadMode": m, "shouldIgnore": False} for p, m in modes.items()]}
         files, deleted = {}, set()
         for line in map(json.loads, body.splitlines()):

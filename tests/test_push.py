@@ -17,7 +17,8 @@ from safetensors.torch import load_file, save_file
 
 import firth
 from firth.core.errors import UserError
-from firth.core.files import atomic_folder, find_corruption, write_json
+from firth.core.files import atomic_folder, find_corruption, write_bytes, write_json
+from firth.evaluate.export_card import describe_onnx_loading, write_export_card
 from firth.train import hub as hub_module
 
 pytest.importorskip("huggingface_hub")
@@ -143,6 +144,40 @@ def test_a_card_that_was_edited_on_the_hub_stays(
     assert "me/animals: README.md was written or edited on the Hub and stays" in capsys.readouterr().err
     firth.push(run, "me/animals", new_card=True)
     assert b"Edited on the Hub" not in server.repos["me/animals"]["branches"]["main"]["README.md"]
+
+
+def test_an_export_is_pushed_with_a_card_of_its_own(server: HubServer, run: Path, tmp_path: Path) -> None:
+    firth.export(run / "final", tmp_path / "gguf", format="gguf")
+    firth.push(run, "me/animals")
+    with pytest.raises(UserError, match=r"holds a folder of kind model.* such as me/animals-gguf, or to a branch"):
+        firth.push(tmp_path / "gguf", "me/animals")
+    firth.push(tmp_path / "gguf", "me/animals-gguf")
+    files = server.repos["me/animals-gguf"]["branches"]["main"]
+    assert set(files) == {".gitattributes", "manifest.json", "model-f16.gguf", "Modelfile", "README.md"}
+    assert find_corruption(download(files, tmp_path / "copy")) is None
+    card = files["README.md"].decode()
+    assert "library_name: gguf" in card
+    assert "hf download me/animals-gguf model-f16.gguf" in card
+    assert "| words_seen |" in card, "the facts of the checkpoint"
+    assert "from_pretrained" not in card
+
+    (tmp_path / "gguf" / "README.md").write_text("---\nlicense: mit\n---\n\nSee OWNER/NAME.")
+    firth.push(tmp_path / "gguf", "me/animals-gguf")
+    files = server.repos["me/animals-gguf"]["branches"]["main"]
+    assert files["README.md"] == b"---\nlicense: mit\n---\n\nSee me/animals-gguf."
+    with pytest.raises(UserError, match="--new-card is for models"):
+        firth.push(tmp_path / "gguf", "me/animals-gguf", new_card=True)
+
+    with atomic_folder(tmp_path / "onnx", "onnx") as temporary:  # the graph itself takes ten seconds
+        write_bytes(temporary / "model.onnx", b"graph")
+        loading = describe_onnx_loading(["model.onnx"])
+        write_export_card(run / "final", temporary, tmp_path / "onnx", "onnx", loading)
+    firth.push(tmp_path / "onnx", "me/animals", revision="onnx")
+    files = server.repos["me/animals"]["branches"]["onnx"]
+    assert set(files) == {".gitattributes", "manifest.json", "model.onnx", "README.md"}
+    card = files["README.md"].decode()
+    assert 'snapshot_download("me/animals")' in card
+    assert 'model = onnxruntime.InferenceSession(f"{folder}/model.onnx")' in card
 
 
 def test_folders_that_are_not_ours_are_refused(server: HubServer, run: Path, tmp_path: Path) -> None:

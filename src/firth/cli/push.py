@@ -13,12 +13,15 @@ PUSH_EXAMPLES = """
 firth push run/final me/animals                # private
 firth push topics me/topics --public           # the final model of a run
 firth push run/checkpoint-1000 me/animals --revision step-1000
+firth push gguf me/animals-gguf                # a folder of export --format gguf
 """
 
 
 @dataclass(kw_only=True)
 class PushOptions(JsonOptions):
-    folder: str = option(..., "RUN/final, a checkpoint, a folder of export, or a run.", argument=True)
+    folder: str = option(
+        ..., "RUN/final, a checkpoint, a folder of export (huggingface, onnx, gguf), or a run.", argument=True
+    )
     repo: str = option(..., "The repository, OWNER/NAME. It is made if it is missing.", argument=True)
     revision: str = option("main", "Push to this branch, such as step-1000.", "NAME")
     public: bool = option(False, "Make a new repository public; it is private without.")

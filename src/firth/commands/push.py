@@ -8,7 +8,7 @@ from typing import Any
 
 from firth.core.console import say, warn
 from firth.core.errors import UserError
-from firth.core.files import MODEL_CARD_FILE, format_bytes, read_utf8
+from firth.core.files import MODEL_CARD_FILE, format_bytes, read_manifest, read_utf8
 
 
 def push(
@@ -16,7 +16,8 @@ def push(
 ) -> dict[str, Any]:
     """Push a model folder to a repository of the Hugging Face Hub, with its model card.
 
-    `folder` is RUN/final, a checkpoint, a folder of `export`, or a run, whose final model is pushed. `revision` is a
+    `folder` is RUN/final, a checkpoint, a folder of `export` (Hugging Face, ONNX or GGUF), or a run, whose final model
+    is pushed. `revision` is a
     branch, which is made if it is missing. A new repository is private unless `public`. The model of an earlier push is
     replaced, files of other people stay. `new_card` writes the card anew, with the scores of all evaluations; otherwise
     a card that was edited, here or on the Hub, is kept.
@@ -42,9 +43,14 @@ def resolve_model_folder(path: Path) -> Path:
 def read_card(folder: Path, repo: str, new_card: bool = False) -> str | None:
     """Return the model card for the Hub. A card that a person has edited stays as it is."""
     from firth.evaluate.card import render_model_card
+    from firth.evaluate.export_card import UNKNOWN_REPO
 
     file = folder / MODEL_CARD_FILE
     written = read_utf8(file) if file.is_file() and not new_card else None
+    if (kind := read_manifest(folder).get("kind")) != "model":
+        if new_card:
+            raise UserError(f"--new-card is for models. The card of a folder of kind {kind} comes with its export.")
+        return None if written is None else written.replace(UNKNOWN_REPO, repo)
     try:
         if written is None or written == render_model_card(folder):
             return render_model_card(folder, repo)

@@ -13,6 +13,7 @@ from firth.core.console import say
 from firth.core.errors import UserError
 from firth.core.files import atomic_folder, format_bytes, write_text
 from firth.evaluate.export import load_for_export
+from firth.evaluate.export_card import describe_gguf_loading, write_export_card
 from firth.evaluate.gguf_layout import find_architecture, model_metadata
 from firth.evaluate.gguf_tokenizer import make_gguf_tokenizer
 from firth.evaluate.gguf_writer import FILE_TYPES, QUANTIZATION_VERSION, write_gguf
@@ -28,7 +29,7 @@ def gguf_file(dtype: str) -> str:
 
 
 def write_gguf_folder(checkpoint: Path, folder: Path, dtype: str = "f16", check: bool = False) -> dict[str, Any]:
-    """Write model-DTYPE.gguf and a Modelfile; return the facts of `export`. `check` runs llama.cpp."""
+    """Write model-DTYPE.gguf, a Modelfile and a model card; return the facts of `export`. `check` runs llama.cpp."""
     model = load_for_export(checkpoint).eval()
     architecture = find_architecture(model.config)
     if model.tokenizer is None:
@@ -51,6 +52,8 @@ def write_gguf_folder(checkpoint: Path, folder: Path, dtype: str = "f16", check:
         write_gguf(temporary / gguf_file(dtype), metadata, tensors, dtype)
         if model.config.architecture != "encoder-decoder":  # Ollama has no encoder-decoders
             write_text(temporary / MODELFILE, make_modelfile(model, model.tokenizer, dtype))
+        loading = describe_gguf_loading(gguf_file(dtype), model.config.architecture)
+        write_export_card(checkpoint, temporary, folder, "gguf", loading)
     path = folder / gguf_file(dtype)
     for note in notes:
         say(note)

@@ -23,8 +23,9 @@ import torch
 
 from firth.core.console import say
 from firth.core.errors import UserError, reason
-from firth.core.files import MODEL_CARD_FILE, atomic_folder, format_bytes, write_json
+from firth.core.files import atomic_folder, format_bytes, write_json
 from firth.evaluate.export import keep_one_head, load_for_export
+from firth.evaluate.export_card import describe_onnx_loading, write_export_card
 from firth.evaluate.onnx_check import (
     MAX_ONNX_DIFFERENCE,
     check_scorable,
@@ -77,9 +78,11 @@ def write_onnx(
         write_config_files(model, temporary)
         if facts is not None:
             write_json(temporary / TASK_FILE, facts)
-        for name in (TASK_FILE, MODEL_CARD_FILE):
-            if facts is None and (checkpoint / name).is_file():
-                shutil.copyfile(checkpoint / name, temporary / name)
+        elif (checkpoint / TASK_FILE).is_file():
+            shutil.copyfile(checkpoint / TASK_FILE, temporary / TASK_FILE)
+        if facts is None:  # the card of a checkpoint with several tasks is about all of them
+            loading = describe_onnx_loading([graph.file for graph in graphs])
+            write_export_card(checkpoint, temporary, folder, "onnx", loading)
     files = {file.name: file.stat().st_size for file in sorted(folder.glob("*.onnx*"))}
     result: dict[str, Any] = {
         "opset": OPSET,

@@ -32,7 +32,7 @@ from firth.core.files import (
     MANIFEST_FILE,
     MODEL_CARD_FILE,
     check_manifest,
-    find_corruption,
+    find_file_defect,
     read_manifest,
     remove_path,
     write_json,
@@ -44,6 +44,7 @@ from firth.train.recipe import TrainingConfig
 ResultT = TypeVar("ResultT")
 MAIN_BRANCH = "main"
 REPO_NAME = re.compile(r"(?:[\w.-]+/)?[\w.-]{1,96}")
+PUSHED_KINDS = ("model", "onnx", "gguf")  # of folders, by their manifest
 PRIVATE_FOLDER = "training/"  # of a checkpoint: state of the optimizer, which only --resume reads
 RETRY_SECONDS = (2.0, 10.0)  # before the second and the third attempt
 MAX_WAITING = 2  # checkpoints that wait for their upload; their files stay on the disk
@@ -107,11 +108,15 @@ def list_uploads(folder: Path) -> dict[str, Path]:
             "of `firth export`."
         )
     manifest = read_manifest(folder)
-    if manifest.get("kind") != "model":
-        raise UserError(f"{folder} is of kind {manifest.get('kind')}: only models are pushed, such as RUN/final.")
-    if defect := find_corruption(folder):
+    if manifest.get("kind") not in PUSHED_KINDS:
+        raise UserError(
+            f"{folder} is of kind {manifest.get('kind')}: only models are pushed, such as RUN/final, and exports for "
+            "Hugging Face, ONNX and GGUF."
+        )
+    files = {name: fact for name, fact in manifest["files"].items() if name != MODEL_CARD_FILE}  # people edit a card
+    if defect := next((defect for name in files if (defect := find_file_defect(folder, name, files[name]))), None):
         raise UserError(f"{folder}: {defect}. It was changed or damaged since it was written, and is not pushed.")
-    return {name: folder / name for name in manifest["files"] if not name.startswith(PRIVATE_FOLDER)}
+    return {name: folder / name for name in files if not name.startswith(PRIVATE_FOLDER)}
 
 
 class Branch(NamedTuple):
@@ -158,7 +163,7 @@ def push_folder(
     A card that was edited on the Hub stays, unless `new_card`.
     """
     hub = import_hub()
-    uploads = {name: str(path) for name, path in list_uploads(folder).items() if name != MODEL_CARD_FILE}
+    uploads = {name: str(path) for name, path in list_uploads(folder).items()}
     manifest = read_manifest(folder)
     listed = {name: manifest["files"][name] for name in uploads}
     api = hub.HfApi()
@@ -167,6 +172,11 @@ def push_folder(
 
     def commit() -> tuple[int, Any]:
         branch = read_branch(repo, revision)
+        if revision == MAIN_BRANCH and branch.manifest.get("kind", manifest["kind"]) != manifest["kind"]:
+            raise HubRefusalError(
+                f"{repo} holds a folder of kind {branch.manifest['kind']}, and {folder} is of kind {manifest['kind']}. "
+                f"Push it to another repository, such as {repo}-{manifest['kind']}, or to a branch with --revision."
+            )
         contents: dict[str, str | bytes] = dict(uploads)
         new_manifest = manifest | {"files": listed}
         if card is not None and (new_card or not branch.has_own_card):
@@ -206,6 +216,8 @@ def call_hub(request: Callable[[], ResultT]) -> ResultT:
 def try_hub(request: Callable[[], ResultT]) -> ResultT:
     try:
         return request()
+    except UserError:
+        raise
     except Exception as e:
         hub = import_hub()
         endpoint, causes = hub.constants.ENDPOINT, [e]
