@@ -9,13 +9,14 @@ from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 
 from firth import api
 from firth.core.errors import UserError
 from firth.evaluate.onnx_check import MAX_ONNX_DIFFERENCE, OnnxModel, Session, compare_with_onnxruntime
-from firth.evaluate.onnx_export import OPSET, export_graph, write_onnx
+from firth.evaluate.onnx_export import OPSET, export_graph, quantize_file, sum_bytes, write_onnx
 from firth.evaluate.onnx_graph import Graph, make_graphs
 from firth.models import Model, ModelConfig, make_model
 from firth.models import presets as p
@@ -165,6 +166,27 @@ def test_options_that_a_format_does_not_have(tmp_path: Path) -> None:
         api.export(tmp_path, tmp_path / "out", quantize="int8")
     with pytest.raises(UserError, match="'int4' is not one of int8"):
         api.export(tmp_path, tmp_path / "out", format="onnx", quantize="int4")
+
+
+def test_weights_in_a_file_of_their_own_are_quantized_into_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A protobuf ends at 2 GiB. With the limit at 10 kB a small matrix is as large a model."""
+    onnx, numpy_helper, helper = (pytest.importorskip(f"onnx{part}") for part in ("", ".numpy_helper", ".helper"))
+    weight = np.random.default_rng(0).normal(size=(64, 64)).astype(np.float32)
+    ends = [helper.make_tensor_value_info(name, onnx.TensorProto.FLOAT, ["batch", 64]) for name in ("x", "y")]
+    node = helper.make_node("MatMul", ["x", "w"], ["y"])
+    graph = helper.make_graph([node], "g", ends[:1], ends[1:], [numpy_helper.from_array(weight, "w")])
+    model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", OPSET)], ir_version=10)
+    path = tmp_path / "model.onnx"
+    onnx.save(model, path, save_as_external_data=True, location="model.onnx.data", size_threshold=0)
+    assert path.stat().st_size < 1_000 < sum_bytes(path)
+    monkeypatch.setattr("firth.evaluate.onnx_export.MAX_SINGLE_FILE_BYTES", 10_000)
+    quantize_file(path)
+    names = {file.name for file in tmp_path.iterdir()}
+    assert names == {f"{name}.onnx{end}" for name in ("model", "model_quantized") for end in ("", ".data")}
+    assert (tmp_path / "model_quantized.onnx").stat().st_size < 64 * 64, "no weights inside"
+    x = torch.randn(3, 64)
+    y = Session(tmp_path / "model_quantized.onnx")({"x": x})["y"]
+    assert torch.allclose(y, x @ torch.from_numpy(weight), atol=0.5)
 
 
 def test_data_need_the_head_of_a_task(saved: Callable[[str], Path], tmp_path: Path) -> None:

@@ -201,8 +201,13 @@ def quantize_file(path: Path) -> None:
             str(path),
             str(target),
             weight_type=quantization.QuantType.QInt8,
-            use_external_data_format=path.stat().st_size > MAX_SINGLE_FILE_BYTES,
+            use_external_data_format=sum_bytes(path) > MAX_SINGLE_FILE_BYTES,
         )
     finally:
         root.setLevel(level)
-    say(f"Writing {target.name}: {format_bytes(target.stat().st_size)}, int8.")
+    say(f"Writing {target.name}: {format_bytes(sum_bytes(target))}, int8.")
+
+
+def sum_bytes(path: Path) -> int:
+    """Return the size of an ONNX file with its weights, which may be in NAME.onnx.data beside it."""
+    return sum(file.stat().st_size for file in (path, path.with_name(f"{path.name}.data")) if file.is_file())
