@@ -53,7 +53,7 @@ class DumpParser:
             self.expat.Parse(chunk, not chunk)
         except (LookupError, ValueError):  # expat asks Python for an encoding that it does not know
             raise UserError(
-                f"{self.name}: not a MediaWiki dump: its XML declares an encoding that cannot be read. A dump is UTF-8: "
+                f"{self.name}: not a MediaWiki dump: it declares an encoding that cannot be read. A dump is UTF-8: "
                 "download it again."
             ) from None
         except expat.ExpatError as e:
