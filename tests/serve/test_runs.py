@@ -53,6 +53,27 @@ def read(client: TestClient, name: str, version: int = 0, after: int = 0) -> Any
     return answer.json()
 
 
+@pytest.mark.parametrize("facts", ['"tokens": 1e999', '"tokens": 1' + "0" * 400, '"grad_norm": -1e999'])
+def test_numbers_without_a_size_are_damage(facts: str, tmp_path: Path) -> None:
+    folder = make_run(tmp_path / "damaged")
+    make_run(tmp_path / "whole")
+    with (folder / "log.jsonl").open("a") as log:
+        log.write(f'{{"step": 4, "loss": 4.0, {facts}}}\n{{"step": 1{"0" * 400}, "loss": 4.0}}\n')
+    client = open_runs(tmp_path)
+    assert {run["name"]: run["step"] for run in client.get("/runs").json()["runs"]} == {"damaged": 3, "whole": 3}
+    assert [row[0] for row in read(client, "damaged")["rows"]] == [1, 2, 3]
+
+
+def test_a_run_that_cannot_be_read_hides_no_other(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def describe(recipe: dict[str, Any]) -> str:
+        return f"{10 // recipe['max_steps']}"
+
+    monkeypatch.setattr(runs, "describe_recipe", describe)
+    make_run(tmp_path / "damaged", max_steps=0)
+    make_run(tmp_path / "whole")
+    assert [run["name"] for run in open_runs(tmp_path).get("/runs").json()["runs"]] == ["whole"]
+
+
 def test_new_lines_are_sent_once(tmp_path: Path) -> None:
     folder = make_run(tmp_path / "encoder" / "pretraining")
     make_run(tmp_path / "other", steps=5)

@@ -222,8 +222,11 @@ class RunsFolder:
                 looked_at = [run for run in self.runs.values() if is_listing or is_active(run.summary)]
                 processes = lock_holders() if looked_at else {}
                 for run in looked_at:
-                    run.update()
-                    run.summary = run.summarize(processes)
+                    try:
+                        run.update()
+                        run.summary = run.summarize(processes)
+                    except Exception:  # files of a damaged run: the other runs are shown
+                        run.summary = None
                 if is_listing:
                     self.next_listing = now + (time.monotonic() - now) / LIST_SHARE
             return self.runs

@@ -16,6 +16,8 @@ from firth.train.tracking import TrackedRun, TrackerProcess
 
 # keys of every step
 NUMBER_KEYS = (*("learning_rate", "tokens", "targets", "words_seen", "passes", "mask_rate", "grad_norm", "weight_rms"),)
+MAX_LOGGED_STEP = 2**53  # larger ones, and numbers that are not finite, are damage
+MAX_LOGGED_NUMBER = 1e100
 STEP_KEYS = ("step", "loss", *NUMBER_KEYS, "data", "skipped")
 
 
@@ -134,7 +136,9 @@ def parse_log(path: Path) -> tuple[list[dict[str, Any]], int]:
 
 def is_log_line(line: Any) -> bool:
     """Whether a line has a step, and numbers for all losses and counts. A loss that was not finite is None."""
-    if not isinstance(line, dict) or type(line.get("step")) is not int:
+    if not isinstance(line, dict) or type(step := line.get("step")) is not int or abs(step) > MAX_LOGGED_STEP:
         return False
     numbers = (value for name, value in line.items() if name in NUMBER_KEYS or name.endswith("loss"))
-    return all(value is None or isinstance(value, int | float) for value in numbers)
+    return all(
+        value is None or (isinstance(value, int | float) and abs(value) <= MAX_LOGGED_NUMBER) for value in numbers
+    )
