@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -16,6 +17,7 @@ from firth.core.errors import UserError
 from firth.evaluate.gguf_check import TOLERANCES
 from firth.evaluate.gguf_export import write_gguf_folder
 from firth.evaluate.gguf_layout import find_architecture
+from firth.evaluate.gguf_tokenizer import make_gguf_tokenizer
 from firth.evaluate.gguf_writer import quantize_q8_0
 from firth.evaluate.token_check import ODD_TEXTS, SCRIPT_TEXTS
 from firth.models import Model, ModelConfig, make_model
@@ -149,6 +151,19 @@ def test_tokenizers_without_a_model_are_refused(corpus_file: Path, tmp_path: Pat
     assert not (tmp_path / "gguf").exists()
     with pytest.raises(UserError, match="--dtype is for --format gguf"):
         api.export(tmp_path / "saved", tmp_path / "gguf", format="onnx", dtype="f16")
+
+
+def test_settings_of_other_peoples_tokenizers(tokenizers: dict[str, Tokenizer]) -> None:
+    """No normalizer at all, and several chat templates."""
+    original = tokenizers["wordpiece"]
+    state = json.loads(original.backend.to_str()) | {"normalizer": None}
+    templates = [{"name": "tool_use", "template": "b"}, {"name": "default", "template": "a"}]
+    backend = type(original.backend).from_str(json.dumps(state))
+    tokenizer = Tokenizer(backend, original.special_tokens, original.config | {"chat_template": templates})
+    found = make_gguf_tokenizer(tokenizer, p.bert(1, 16, 2, original.vocab.size))
+    assert found.metadata["tokenizer.ggml.normalizer.lowercase"] is False
+    assert found.metadata["tokenizer.chat_template"] == "a"
+    assert "control characters" in found.notes[0]
 
 
 @pytest.mark.slow

@@ -161,6 +161,18 @@ def test_models_without_a_graph_are_refused_by_the_name_of_the_field() -> None:
             make_graphs(type("Any", (), {"config": config})())
 
 
+def test_a_failure_of_the_tracer_is_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: object, **__: object) -> None:
+        raise RuntimeError("cannot trace\nthis")
+
+    monkeypatch.setattr(torch.export, "export", fail)
+    (graph,) = make_graphs(random_model(p.bert(1, 16, 2, V)))
+    with pytest.raises(
+        UserError, match=r"^a\.onnx: torch\.onnx could not translate this model \(cannot trace this\)\.$"
+    ):
+        export_graph(graph, tmp_path / "a.onnx")
+
+
 def test_options_that_a_format_does_not_have(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="--quantize is for --format onnx"):
         api.export(tmp_path, tmp_path / "out", quantize="int8")

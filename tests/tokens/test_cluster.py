@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import gzip
 import json
 import shutil
@@ -36,7 +37,16 @@ from firth.tokens.cluster.guard import run_guarded
 from firth.tokens.cluster.plan import BLANK_LINE, LINE_END, InputFile, Slice, find_boundary, find_slice, plan_tasks
 from firth.tokens.cluster.prepare import prepare_by_tasks
 from firth.tokens.cluster.sample import sample_by_tasks
-from firth.tokens.cluster.store import FolderStore, commit, find_commit, open_store, read_array, read_entry
+from firth.tokens.cluster.store import (
+    FolderStore,
+    commit,
+    find_commit,
+    open_store,
+    read_array,
+    read_commit,
+    read_entry,
+    storage_errors,
+)
 from firth.tokens.cluster.tasks import Spec, Watch, run_task, task_name
 from firth.tokens.train import TRAIN_MEMORY_PER_TEXT_BYTE, max_sample_bytes
 
@@ -182,6 +192,44 @@ def test_a_commit_is_found_if_it_is_whole(tmp_path: Path) -> None:
 
 
 # --- deduplication by hash range ------------------------------------------------------------------------------------
+
+
+def test_a_changed_entry_is_no_commit(tmp_path: Path) -> None:
+    store = FolderStore(str(tmp_path))
+    commit(store, "a", {"x": np.arange(3)}, skipped=[["b", 1]])
+    assert find_commit(store, "a")
+    entry = json.loads((tmp_path / "a.json").read_text())
+    for key in ("arrays", "skipped", "sha256"):
+        (tmp_path / "a.json").write_text(json.dumps({k: v for k, v in entry.items() if k != key}))
+        assert find_commit(store, "a") is None
+        with pytest.raises(UserError, match=r"a\.json does not match its checksum"):
+            read_commit(store, "a")
+
+
+def test_errors_of_a_storage_library_are_one_line() -> None:
+    missing = type("NoCredentialsError", (Exception,), {"__module__": "botocore.exceptions"})
+    with pytest.raises(UserError, match=r"^s3://b/a: .*\(Unable to locate credentials\)\. Check its name"):  # noqa: SIM117
+        with storage_errors("s3://b/a"):
+            raise missing("Unable to locate\ncredentials")
+    with pytest.raises(KeyError), storage_errors("s3://b/a"):
+        raise KeyError("a")
+
+
+def test_a_lock_that_was_removed_meanwhile_is_taken_anew(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Another process ends between the opening of the lock file and its lock, and removes the file."""
+    file, lock, calls = tmp_path / ".out.lock", fcntl.flock, list[int]()
+
+    def flock(*args: Any) -> None:
+        if not calls:
+            file.unlink()
+        calls.append(1)
+        lock(*args)
+
+    monkeypatch.setattr(fcntl, "flock", flock)
+    with module.lock_output(tmp_path / "out"):
+        assert file.exists()
+    assert len(calls) == 2
+    assert not file.exists()
 
 
 @pytest.mark.parametrize("num_ranges", [1, 2, 7])

@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 from firth.core.errors import UserError, quote
 from firth.evaluate.gguf_writer import Int32s
 from firth.models import ModelConfig, make_sequence_template
-from firth.tasks.chat import CHAT_TEMPLATE_KEY
+from firth.tasks.chat import CHAT_TEMPLATE_KEY, get_chat_template
 from firth.tokens import Tokenizer
 from firth.tokens.builders import METASPACE, SPLIT_PATTERNS
 
@@ -55,10 +55,10 @@ def make_gguf_tokenizer(tokenizer: Tokenizer, config: ModelConfig) -> GGUFTokeni
         entries["merges"] = [merge if isinstance(merge, str) else " ".join(merge) for merge in merges]
     elif tokenizer.kind == "wordpiece":
         pieces = [(as_phantom_space(text, kind), kind) for text, kind in pieces]
-        options = state["normalizer"]
-        entries["normalizer.lowercase"] = bool(options["lowercase"])
-        strips = options["strip_accents"]
-        entries["normalizer.strip_accents"] = bool(options["lowercase"] if strips is None else strips)
+        options = state["normalizer"] or {}
+        lowercase, strips = options.get("lowercase", False), options.get("strip_accents")
+        entries["normalizer.lowercase"] = bool(lowercase)
+        entries["normalizer.strip_accents"] = bool(lowercase if strips is None else strips)
         entries["token_type_count"] = max(config.num_segments, 1)
     else:
         score = dict(map(tuple, state["model"]["vocab"]))
@@ -76,8 +76,8 @@ def make_gguf_tokenizer(tokenizer: Tokenizer, config: ModelConfig) -> GGUFTokeni
     entries |= {"tokens": texts, "token_type": Int32s([kind for _, kind in pieces])}
     entries |= special_token_entries(tokenizer, config)
     metadata = {f"tokenizer.ggml.{name}": value for name, value in entries.items()}
-    if template := tokenizer.config.get(CHAT_TEMPLATE_KEY):
-        metadata["tokenizer.chat_template"] = template
+    if tokenizer.config.get(CHAT_TEMPLATE_KEY):
+        metadata["tokenizer.chat_template"] = get_chat_template(tokenizer)
     return GGUFTokenizer(metadata, notes)
 
 
@@ -134,7 +134,8 @@ def as_phantom_space(text: str, kind: int) -> str:
 def normalizer_notes(kind: str, normalizer: Mapping[str, Any] | None) -> list[str]:
     """Return a sentence if llama.cpp does not apply the tokenizer's normalizer."""
     if normalizer is None:
-        return []
+        always = "llama.cpp removes control characters and separates Chinese ones; this tokenizer does neither."
+        return [always] if kind == "wordpiece" else []
     steps = normalizer["normalizers"] if normalizer["type"] == "Sequence" else [normalizer]
     known = {"wordpiece": "BertNormalizer", "unigram": "Replace"}.get(kind)  # Replace: the escapes of byte fallback
     if kind == "wordpiece" and normalizer["type"] != known:

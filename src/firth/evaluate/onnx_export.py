@@ -156,8 +156,12 @@ def export_graph(graph: Graph, path: Path) -> None:
             )
             assert program is not None
             program.save(path, external_data=num_bytes > MAX_SINGLE_FILE_BYTES)
-    except torch.onnx.errors.OnnxExporterError as e:
-        raise UserError(f"{path.name}: torch.onnx could not translate this model ({reason(e)}).") from None
+    except (UserError, OSError, MemoryError):
+        raise
+    except Exception as e:  # torch.export and torch.onnx raise many types for what they cannot trace
+        raise UserError(
+            f"{path.name}: torch.onnx could not translate this model ({reason(e) or type(e).__name__})."
+        ) from None
 
 
 def dynamic_shapes(graph: Graph, any_size: bool = False) -> tuple[Any, ...]:

@@ -14,6 +14,7 @@ from __future__ import annotations
 import fcntl
 import json
 import math
+import os
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -26,7 +27,7 @@ from typing import Any
 import numpy as np
 
 from firth.core.console import format_count, progress, say, warn
-from firth.core.errors import UserError, did_you_mean, quote
+from firth.core.errors import UserError, did_you_mean, quote, reason
 from firth.core.files import MANIFEST_FILE, open_in_place
 from firth.text import Corpus, SalientSpanFinder, salient_finder_name
 from firth.text.corpus import (
@@ -53,6 +54,7 @@ from firth.tokens.cluster.store import (
     open_store,
     read_array,
     read_entry,
+    storage_errors,
     upload_folder,
     write_folder,
 )
@@ -226,7 +228,7 @@ def open_job(
     files = find_input_files(texts)
     corpus = Corpus([], **reading)  # checks the options
     tasks = plan_tasks(files, corpus.documents, corpus.encoding, plan.TASK_BYTES)
-    with lock_output(staging_folder(output_dir)):
+    with lock_output(staging_folder(output_dir)), storage_errors(output_dir):
         job = Job(files, reading, open_store(work_url(output_dir)), engine, document_timeout, tasks)
         record_plan(job, output_dir, header, resume)
         size = sum(file.size for file in files)
@@ -264,15 +266,19 @@ def lock_output(path: Path) -> Iterator[None]:
     """Keep a second process of this machine from preparing the same output."""
     path.parent.mkdir(parents=True, exist_ok=True)
     file = path.with_name(f".{path.name}.lock")
-    with open_in_place(file) as lock:
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError:
-            raise UserError(f"{path} is being prepared by another process.") from None
-        try:
-            yield
-        finally:
-            file.unlink(missing_ok=True)
+    while True:
+        with open_in_place(file) as lock:
+            try:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except OSError:
+                raise UserError(f"{path} is being prepared by another process.") from None
+            if os.fstat(lock.fileno()).st_nlink == 0:
+                continue  # the process before has removed it since: another one may hold a new file of this name
+            try:
+                yield
+            finally:
+                file.unlink(missing_ok=True)
+            return
 
 
 def find_input_files(texts: Sequence[str | Path]) -> list[InputFile]:
@@ -296,14 +302,15 @@ def find_objects(url: str) -> list[InputFile]:
     try:
         names = [path] if filesystem.isfile(path) else sorted(filesystem.find(path))
     except Exception as e:  # each store has errors of its own
-        raise UserError(f"{url}: cannot be read ({e}).") from None
+        raise UserError(f"{url}: cannot be read ({reason(e)}).") from None
     readable = [name for name in names if data_extension(Path(name)) in READABLE_EXTENSIONS]
     if not readable:
         raise UserError(f"{url}: nothing to read. Put {READABLE_EXTENSIONS_TEXT} files there.")
     if len(readable) < len(names):
         warn(f"{url}: {len(names) - len(readable):,} left out that are not {READABLE_EXTENSIONS_TEXT}.")
     urls = [f"{scheme}://{name}" for name in readable]
-    return [InputFile(found, *file_version(found), names == [path]) for found in urls]
+    with storage_errors(url):
+        return [InputFile(found, *file_version(found), names == [path]) for found in urls]
 
 
 # --- stages ---------------------------------------------------------------------------------------------------------

@@ -14,20 +14,23 @@ import hashlib
 import json
 import os
 import uuid
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any, Protocol
 
 import numpy as np
 
-from firth.core.errors import UserError
+from firth.core.errors import UserError, reason
 from firth.core.files import remove_path, write_bytes
 from firth.core.parse import parse_json
 from firth.text.open_text import import_optional
 
 URL_MARK = "://"
 ENTRY_SUFFIX = ".json"
+OWN_CHECKSUM = "entry_sha256"  # of the entry itself
+STORAGE_LIBRARIES = ("botocore", "aiobotocore", "aiohttp", "s3fs", "gcsfs", "google", "adlfs", "azure", "fsspec")
 
 
 class Readable(Protocol):
@@ -133,6 +136,20 @@ def open_filesystem(url: str) -> tuple[Any, str]:
     return filesystem, path.rstrip("/")
 
 
+@contextmanager
+def storage_errors(url: str | Path) -> Iterator[None]:
+    """Turn the errors of storage libraries, which have types of their own, into one line: no credentials, no bucket."""
+    try:
+        yield
+    except Exception as e:
+        if type(e).__module__.partition(".")[0] not in STORAGE_LIBRARIES:
+            raise
+        raise UserError(
+            f"{url}: cannot be read or written ({reason(e).rstrip('.') or type(e).__name__}). Check its name, the "
+            "credentials and the network."
+        ) from None
+
+
 # --- commits --------------------------------------------------------------------------------------------------------
 
 
@@ -145,6 +162,7 @@ def commit(store: Store, name: str, arrays: Mapping[str, np.ndarray], **facts: A
         offset += len(blocks[-1])
     data = b"".join(blocks)
     entry = {"arrays": layout, "bytes": len(data), "sha256": hashlib.sha256(data).hexdigest(), **facts}
+    entry[OWN_CHECKSUM] = entry_checksum(entry)
     store.write(name, data)
     store.write(name + ENTRY_SUFFIX, json.dumps(entry).encode())
     return entry
@@ -155,11 +173,27 @@ def find_commit(store: Store, name: str) -> dict[str, Any] | None:
     if not (store.has(name + ENTRY_SUFFIX) and store.has(name)):
         return None
     try:
-        entry = read_entry(store, name)
-        checksum = entry["sha256"]
-    except (UserError, KeyError):
+        entry = read_commit(store, name)
+    except UserError:
         return None
-    return entry if hashlib.sha256(store.read(name)).hexdigest() == checksum else None
+    return entry if hashlib.sha256(store.read(name)).hexdigest() == entry["sha256"] else None
+
+
+def read_commit(store: Store, name: str) -> dict[str, Any]:
+    """Return an entry that `commit` wrote; a UserError for one that was changed since."""
+    entry = read_entry(store, name)
+    if entry.get(OWN_CHECKSUM) != entry_checksum(entry):
+        raise UserError(
+            f"{store.url}/{name}{ENTRY_SUFFIX} does not match its checksum. Run the command again with --resume."
+        )
+    return entry
+
+
+def entry_checksum(entry: Mapping[str, Any]) -> str:
+    """Return the SHA-256 of an entry without the checksum itself."""
+    rest = {key: value for key, value in entry.items() if key != OWN_CHECKSUM}
+    written = json.dumps(json.loads(json.dumps(rest)), sort_keys=True)
+    return hashlib.sha256(written.encode()).hexdigest()
 
 
 def read_entry(store: Store, name: str) -> dict[str, Any]:

@@ -50,7 +50,7 @@ from firth.tokens.cluster.store import (
     open_filesystem,
     open_store,
     read_array,
-    read_entry,
+    read_commit,
     read_folder,
 )
 from firth.tokens.dedup import minhash_signatures
@@ -307,7 +307,7 @@ class ReadIndex:
     """
 
     def __init__(self, store: Store) -> None:
-        self.store, self.entry = store, read_entry(store, READ_INDEX)
+        self.store, self.entry = store, read_commit(store, READ_INDEX)
         self.firsts = first_documents(read_array(store, READ_INDEX, self.entry, "documents").tolist())
 
     @staticmethod
