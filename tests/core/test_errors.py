@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import re
 from pathlib import Path
 from typing import Any
@@ -12,7 +13,11 @@ import yaml
 import firth
 from firth.core.errors import MAX_QUOTED_CHARS, UserError, did_you_mean, list_names, quote
 from firth.core.serialization import from_dict
+from firth.evaluate.gguf_layout import no_graph
 from firth.models import ModelConfig
+from firth.text.formats.registry import parse_mail_parts
+from firth.text.normalize import parse_normal_forms
+from firth.text.open_text import check_encoding
 from firth.text.records import preview_value
 from firth.train.recipe import TrainingConfig, parse_overrides
 
@@ -74,3 +79,40 @@ def test_every_message_uses_the_helper() -> None:
         if "!r}" in line and not bounded.search(line)
     ]
     assert lines == []
+
+
+# Not cut: paths, names of our own, values that were compared with a list of choices before.
+SHOWN_WHOLE = {
+    *("path", "folder", "tokenizer_path", "checkpoint", "finetuned", "against", "data", "other"),
+    *("owner", "unit", "role", "task", "expected_task", "shots", "repeat", "tracker", "strategy"),
+}
+
+
+def find_raw_option_values(source: str) -> list[str]:
+    """Return `--option {value}` of messages where the value is a variable that no helper cuts."""
+    calls = [node for node in ast.walk(ast.parse(source)) if isinstance(node, ast.Call)]
+    errors = [call for call in calls if isinstance(call.func, ast.Name) and call.func.id == "UserError"]
+    found = []
+    for text in (node for call in errors for node in ast.walk(call) if isinstance(node, ast.JoinedStr)):
+        for before, value in zip(text.values, text.values[1:], strict=False):
+            if isinstance(before, ast.Constant) and re.search(r"--[a-z][a-z-]*[ =]$", str(before.value)):
+                inner = value.value if isinstance(value, ast.FormattedValue) else value
+                if isinstance(inner, ast.Name) and inner.id not in SHOWN_WHOLE:
+                    found.append(f"{str(before.value)[-20:]}{inner.id}")
+    return found
+
+
+def test_every_value_of_an_option_is_cut() -> None:
+    assert find_raw_option_values('raise UserError(f"--host {host}: no. {quote(host)} --data {path}")') == [
+        "--host host"
+    ]
+    for path in sorted(Path(firth.__file__).parent.rglob("*.py")):
+        assert find_raw_option_values(path.read_text(encoding="utf-8")) == [], path
+
+
+def test_values_of_options_are_cut() -> None:
+    for check in (check_encoding, parse_mail_parts, parse_normal_forms):
+        with pytest.raises(UserError) as told:
+            check("x" * 5000)
+        assert len(str(told.value)) < 300
+    assert len(no_graph("head", "x" * 5000, "bert")) < 200

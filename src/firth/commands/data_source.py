@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 from firth.commands.shards import check_shard_tokenizer, write_shards
 from firth.core.console import say
-from firth.core.errors import UserError, quote
+from firth.core.errors import UserError, quote, shorten
 from firth.core.files import atomic_folder, find_corruption, read_object, write_json
 from firth.recipes import default_vocab_size
 from firth.text import CORPUS_OPTIONS, Corpus, load_salient_finder
@@ -163,7 +163,9 @@ def parse_named_sources(sources: Sequence[str | Path]) -> dict[str, str]:
         raise UserError("Two --data have the same name. Write --data a=a.txt --data b=b.txt.")
     for name, path in by_name.items():
         if Path(name).name != name:
-            raise UserError(f"--data {name}={path}: {quote(name)} cannot name a folder. Use letters and digits.")
+            raise UserError(
+                f"--data {shorten(name)}={path}: {quote(name)} cannot name a folder. Use letters and digits."
+            )
     return by_name
 
 

@@ -8,7 +8,7 @@ from typing import Any
 
 from firth.commands.shards import check_shard_options, check_shard_salient, summarize_shards
 from firth.core.console import say
-from firth.core.errors import UserError, did_you_mean
+from firth.core.errors import UserError, did_you_mean, shorten
 from firth.core.files import MANIFEST_FILE, check_output_folder
 from firth.text import Corpus, SalientSpanFinder
 from firth.tokens import Tokenizer, is_shards_folder
@@ -34,7 +34,7 @@ def uses_ray(
 ) -> bool:
     """Check the options of an engine, and return whether it is Ray."""
     if engine not in ENGINES:
-        raise UserError(f"--engine {engine} is unknown. {did_you_mean(engine, ENGINES)}")
+        raise UserError(f"--engine {shorten(engine)} is unknown. {did_you_mean(engine, ENGINES)}")
     if document_timeout is not None and document_timeout < 0:
         raise UserError(f"--document-timeout is {document_timeout:g}, and must be at least 0.")
     if engine == "ray":

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from firth.core.errors import UserError
+from firth.core.errors import UserError, shorten
 from firth.models import EmbeddingHead, LMHead, Model, ModelConfig, Stack, make_sequence_template
 from firth.models.block import Block
 from firth.models.config import (
@@ -84,7 +84,7 @@ def find_architecture(config: ModelConfig) -> Architecture:
 
 
 def no_graph(name: str, value: Any, architecture: str) -> str:
-    return f"llama.cpp has no {architecture} with model.{name}={value}. Export with --format onnx."
+    return f"llama.cpp has no {architecture} with model.{name}={shorten(value)}. Export with --format onnx."
 
 
 def check_head(config: ModelConfig, name: str) -> None:

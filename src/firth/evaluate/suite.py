@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from firth.core.console import format_count, quiet, run_series, say, warn
-from firth.core.errors import UserError, did_you_mean, quote
+from firth.core.errors import UserError, did_you_mean, quote, shorten
 from firth.core.files import check_output_folder, read_object, read_yaml, write_json, write_results
 from firth.core.html import HtmlPage, format_cell
 from firth.evaluate.evaluate import ZERO_SHOT_TASKS, check_evaluation, evaluate, evaluate_finetuned
@@ -132,7 +132,7 @@ def find_suite_tasks(suite: str | Path, data: str | Path | None) -> tuple[dict[s
     """Return the tasks whose files exist, and the names of all tasks of the suite."""
     if str(suite) in KNOWN_SUITES:
         if data is None:
-            raise UserError(f"--suite {suite} needs --data FOLDER, with one folder for each task.")
+            raise UserError(f"--suite {shorten(suite)} needs --data FOLDER, with one folder for each task.")
         find_tasks, names = KNOWN_SUITES[str(suite)]
         return find_tasks(data), names
     if Path(suite).suffix not in (".yaml", ".yml"):

@@ -18,7 +18,7 @@ from types import FrameType
 from typing import TYPE_CHECKING
 
 from firth.core.console import format_count, quiet, say, warn
-from firth.core.errors import UserError
+from firth.core.errors import UserError, shorten
 from firth.serve.config import TASK_KINDS, ServeConfig
 
 if TYPE_CHECKING:
@@ -70,7 +70,7 @@ def listen(host: str, port: int) -> socket.socket:
         family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
         listener = socket.socket(family, socket.SOCK_STREAM)
     except OSError as e:
-        raise UserError(f"--host {host}: not an address of this machine ({e.strerror}).") from None
+        raise UserError(f"--host {shorten(host)}: not an address of this machine ({e.strerror}).") from None
     try:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         listener.bind(address)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from functools import cache
 
-from firth.core.errors import UserError
+from firth.core.errors import UserError, shorten
 from firth.text.open_text import import_optional
 
 LANGUAGE_SAMPLE_CHARS = 2000  # characters at the start of a text that are classified
@@ -26,5 +26,7 @@ def parse_language_codes(names: str | None) -> list[str]:
     codes = [name.strip().lower() for name in (names or "").split(",") if name.strip()]
     for code in codes:
         if code not in supported_language_codes():
-            raise UserError(f"--language {code}: unknown language. There are: {', '.join(supported_language_codes())}.")
+            raise UserError(
+                f"--language {shorten(code)}: unknown language. There are: {', '.join(supported_language_codes())}."
+            )
     return codes

@@ -14,7 +14,7 @@ from collections.abc import Callable
 from functools import partial
 from itertools import groupby
 
-from firth.core.errors import UserError, did_you_mean
+from firth.core.errors import UserError, did_you_mean, shorten
 
 # Behind a letter (or a combining mark of its accent) and before one: quotation marks and minus signs stay. The same
 # syntax works in `re` and in the regular expressions of tokenizer.json.
@@ -106,7 +106,7 @@ def parse_normal_forms(names: str | None) -> list[str]:
     forms = [name.strip().lower() for name in (names or "").split(",") if name.strip()]
     for name in forms:
         if name not in NORMALIZERS:
-            raise UserError(f"--normalize {name}: no such form. {did_you_mean(name, NORMALIZERS)}")
+            raise UserError(f"--normalize {shorten(name)}: no such form. {did_you_mean(name, NORMALIZERS)}")
     return forms
 
 

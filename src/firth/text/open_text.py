@@ -22,7 +22,7 @@ from itertools import chain
 from pathlib import Path
 from typing import IO, Any, NoReturn, cast
 
-from firth.core.errors import UserError
+from firth.core.errors import UserError, shorten
 
 READ_CHUNK_BYTES = 2**16  # bytes per read and decode
 # A file that is held in memory as a whole may not exceed both limits. Text expands 5 times, tables of labels 20 times,
@@ -232,7 +232,9 @@ def check_encoding(name: str) -> str:
         if codecs.lookup(name).name in ESCAPE_CODECS:
             raise LookupError
     except (LookupError, ValueError):
-        raise UserError(f"--encoding {name}: no such encoding. Common ones: utf-8, utf-16, latin-1, cp1252.") from None
+        raise UserError(
+            f"--encoding {shorten(name)}: no such encoding. Common ones: utf-8, utf-16, latin-1, cp1252."
+        ) from None
     return name
 
 

@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 from functools import cache
 from itertools import groupby
 
-from firth.core.errors import UserError, quote
+from firth.core.errors import UserError, quote, shorten
 
 SalientSpanFinder = Callable[[str], Sequence[tuple[int, int]]]
 DEFAULT_SALIENT_NAME = "default"
@@ -38,16 +38,19 @@ def load_salient_finder(name: str) -> SalientSpanFinder:
         return find_salient_spans
     module, colon, function = name.partition(":")
     if not (module and colon and function):
-        raise UserError(f"--salient {name}: neither 'default' nor package.module:function.")
+        raise UserError(f"--salient {shorten(name)}: neither 'default' nor package.module:function.")
     try:
         finder = getattr(importlib.import_module(module), function, None)
     except ModuleNotFoundError as e:
         raise UserError(
-            f"--salient {name}: no module named {quote(e.name)}. Install it, or add its folder to PYTHONPATH."
+            f"--salient {shorten(name)}: no module named {quote(e.name)}. Install it, or add its folder to PYTHONPATH."
         ) from None
     if not callable(finder):
         state = "has no" if finder is None else "cannot call its"
-        raise UserError(f"--salient {name}: {module} {state} {quote(function)}. Name a function that takes a text.")
+        raise UserError(
+            f"--salient {shorten(name)}: {shorten(module)} {state} {quote(function)}. Name a function that takes a "
+            "text."
+        )
     return finder
 
 

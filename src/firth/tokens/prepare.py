@@ -30,7 +30,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from firth.core.console import format_count, progress, say, warn
-from firth.core.errors import UserError, did_you_mean
+from firth.core.errors import UserError, did_you_mean, shorten
 from firth.core.files import atomic_folder
 from firth.text import (
     HELD_OUT_FRACTION,
@@ -93,7 +93,7 @@ def prepare(
       the one of the first run.
     """
     if dedup not in DEDUP_MODES:
-        raise UserError(f"--dedup {dedup} is unknown. {did_you_mean(dedup, DEDUP_MODES)}")
+        raise UserError(f"--dedup {shorten(dedup)} is unknown. {did_you_mean(dedup, DEDUP_MODES)}")
     path, encoder = Path(folder), DocumentEncoder(tokenizer, held_out_share, language, salient)
     resources = plan_resources(workers, max_memory, total_bytes, encoder)
     header = {

@@ -110,7 +110,7 @@ def list_uploads(folder: Path) -> dict[str, Path]:
     manifest = read_manifest(folder)
     if manifest.get("kind") not in PUSHED_KINDS:
         raise UserError(
-            f"{folder} is of kind {manifest.get('kind')}: only models are pushed, such as RUN/final, and exports for "
+            f"{folder} is of kind {shorten(manifest.get('kind'))}: only models are pushed, such as RUN/final, and exports for "
             "Hugging Face, ONNX and GGUF."
         )
     files = {name: fact for name, fact in manifest["files"].items() if name != MODEL_CARD_FILE}  # people edit a card
@@ -247,12 +247,13 @@ def check_push_target(repo: str, public: bool, is_resumed: bool) -> None:
 
     For a resumed run a Hub that cannot be reached is a warning: its training must go on.
     """
+    flag = f"--push-to-hub {shorten(repo)}"
     try:
         open_repo(repo, public)
     except UserError as e:
         if not is_resumed:
-            raise UserError(f"--push-to-hub {repo}: {e} Without this option the run needs no network.") from None
-        warn(f"--push-to-hub {repo}: {e} The run continues.")
+            raise UserError(f"{flag}: {e} Without this option the run needs no network.") from None
+        warn(f"{flag}: {e} The run continues.")
 
 
 class CheckpointUploader:

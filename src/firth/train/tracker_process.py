@@ -18,7 +18,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from firth.core.errors import UserError
+from firth.core.errors import UserError, reason
 from firth.core.files import read_object, write_json
 from firth.core.serialization import from_dict
 from firth.train.log import is_log_line
@@ -50,8 +50,7 @@ def main() -> None:
     try:
         follow_log(run, ended)
     except Exception as e:
-        lines = str(e).strip().splitlines()
-        os.write(reply, f"{type(e).__name__}: {lines[0][:300] if lines else ''}".encode())
+        os.write(reply, f"{type(e).__name__}: {reason(e)}".encode())
         os._exit(1)
 
 

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import NamedTuple
 
-from firth.core.errors import UserError, did_you_mean
+from firth.core.errors import UserError, did_you_mean, shorten
 from firth.text.open_text import ReadProgress, open_decompressed
 
 SNIFFED_BYTES = 10_000
@@ -102,5 +102,5 @@ def parse_mail_parts(given: str) -> tuple[str, ...]:
     parts = tuple(part.strip() for part in given.split(",") if part.strip())
     for part in parts:
         if part not in MAIL_PARTS:
-            raise UserError(f"--keep-mail {given}: unknown part. {did_you_mean(part, MAIL_PARTS)}")
+            raise UserError(f"--keep-mail {shorten(given)}: unknown part. {did_you_mean(part, MAIL_PARTS)}")
     return parts

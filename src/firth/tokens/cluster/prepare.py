@@ -27,7 +27,7 @@ from typing import Any
 import numpy as np
 
 from firth.core.console import format_count, progress, say, warn
-from firth.core.errors import UserError, did_you_mean, quote, reason
+from firth.core.errors import UserError, did_you_mean, quote, reason, shorten
 from firth.core.files import MANIFEST_FILE, open_in_place
 from firth.text import Corpus, SalientSpanFinder, salient_finder_name
 from firth.text.corpus import (
@@ -157,7 +157,7 @@ def prepare_by_tasks(
     `sentence_language` is whose sentence rules apply; `language` among `reading` selects documents.
     """
     if dedup not in DEDUP_MODES:
-        raise UserError(f"--dedup {dedup} is unknown. {did_you_mean(dedup, DEDUP_MODES)}")
+        raise UserError(f"--dedup {shorten(dedup)} is unknown. {did_you_mean(dedup, DEDUP_MODES)}")
     if not is_importable(salient):
         raise UserError("Workers cannot import the function that finds salient spans: put it into a module.")
     header = {
