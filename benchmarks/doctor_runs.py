@@ -31,9 +31,9 @@ from firth.core.serialization import from_dict, to_dict
 from firth.lab.doctor import ALL_RULES, Diagnosis, diagnose_run, recommend_rate
 from firth.models import get_preset, make_model
 from firth.models.presets import bert, gpt2
-from firth.objectives import OBJECTIVES
+from firth.objectives import OBJECTIVES, MLMAndCLM
 from firth.recipes import pretraining_recipe
-from firth.recipes.pretraining import default_objective, tokenizer_kind
+from firth.recipes.pretraining import SHAPE_RECIPES, default_objective, tokenizer_kind
 from firth.tasks import FinetuneRecipe
 from firth.tasks.chat import CHAT_TEMPLATE_KEY
 from firth.tasks.finetune import finetune
@@ -318,6 +318,10 @@ def finetuned(
     )
 
 
+def mlm_and_clm(rate: float, rate_end: float) -> MLMAndCLM:
+    return MLMAndCLM(mlm=replace(MLM, rate=rate, rate_end=rate_end))
+
+
 def topic_labels(count: int = 400, noise: bool = False) -> list[dict[str, Any]]:
     """Return sentences with their topic as the label, or with a random one."""
     language, rng = Language(num_topics=2), random.Random(0)
@@ -343,10 +347,13 @@ def dialogues(count: int = 200) -> list[dict[str, Any]]:
 
 
 MLM, NSP = OBJECTIVES["mlm"], OBJECTIVES["nsp"]
+# What `firth pretrain encoder` and `firth pretrain decoder` train, in small.
+ENCODER: dict[str, Any] = {"preset": "encoder-2x64", **SHAPE_RECIPES["encoder"]}
+DECODER: dict[str, Any] = {"preset": "decoder-2x64", **SHAPE_RECIPES["decoder"]}
 PAIR_ROWS = {"max_seq_length": 48, "per_device_train_batch_size": 16, "max_steps": 2000}
 STUCK = "plateau above-unigrams"
 cyrillic = partial(Language(alphabet=CYRILLIC).documents, 200)
-small_text, some_text = partial(plain_text, 40), partial(plain_text, 200)
+tiny_text, small_text, some_text = (partial(plain_text, count) for count in (20, 40, 200))
 
 SICK: dict[str, Case] = {
     "plateau": trained("plateau", preset="gpt2-tiny", text=random_words, kind="word"),
@@ -394,6 +401,19 @@ SICK: dict[str, Case] = {
         lambda shop, name: shop.edited(name, {"objective": replace(MLM, rate=0.4)}, preset="bert-tiny", objective=MLM),
         frozenset({"mask-rate"}),
     ),
+    "encoder-rate-too-high": trained(
+        "rate-too-high", f"{STUCK} loss-spikes growing-weights", **ENCODER, optim="adamw", learning_rate=0.5
+    ),
+    "encoder-overfitting": trained("overfitting repeated-data", **ENCODER, text=tiny_text, max_steps=400),
+    "encoder-mask-rate": Case(
+        lambda shop, name: shop.edited(name, {"objective": mlm_and_clm(0.5, 0.25)}, **ENCODER, max_steps=100),
+        frozenset({"mask-rate"}),
+    ),
+    "encoder-all-labels": untrained("all-labels", **ENCODER | {"objective": mlm_and_clm(0.9, 0.8)}, text=some_text),
+    "decoder-rate-too-high": trained(
+        "rate-too-high", f"{STUCK} loss-spikes growing-weights", **DECODER, optim="adamw", learning_rate=0.5
+    ),
+    "decoder-overfitting": trained("overfitting", "repeated-data", **DECODER, text=tiny_text, max_steps=200),
     "domain-shift": untrained("domain-shift", text=other_held_out),
     "duplicated-lines": untrained("duplicated-lines", text=repeated_lines),
     "templated-lines": untrained("templated-lines", text=templates),
@@ -420,6 +440,9 @@ SICK: dict[str, Case] = {
 }
 
 HEALTHY: dict[str, Case] = {
+    "encoder": trained(**ENCODER),
+    "encoder-long": trained(**ENCODER, max_steps=1200, text=partial(plain_text, 2000)),
+    "decoder": trained(**DECODER),
     "bert": trained(preset="bert-tiny", objective=MLM),
     "bert-adamw": trained(preset="bert-tiny", objective=MLM, optim="adamw"),
     "bert-nsp": trained(preset="bert-tiny", objective=NSP, text=topics, **PAIR_ROWS),

@@ -38,10 +38,12 @@ class BatchFacts:
     num_rows: int
     num_empty_rows: int  # rows without a label
     num_padding_labels: int  # labels at positions without a token
-    masked_share: float | None = None  # of the text that is hidden in place (MLM); None for other objectives
+    masked_share: float | None = None  # of the text of masked rows that is hidden; None without masks
     expected_rate: float | None = None  # share of the text that is predicted, as the objective promises
     measured_rate: float | None = None
     logged_share: float | None = None  # labels per token of the steps in the log
+    promised_rate: float | None = None  # mask rate at the last step, of an objective that changes it
+    logged_rate: float | None = None
     dialogues: dict[str, int] = field(default_factory=dict)  # of a chat task: number, empty and full ones
     run: str = "run"
 
@@ -118,6 +120,7 @@ def check_mask_rate(facts: BatchFacts) -> Evidence | None:
     pairs = {
         "promised share of the text": (facts.expected_rate, facts.measured_rate),
         "labels per token of the first rows": (facts.label_share, facts.logged_share),
+        "promised mask rate of the last step": (facts.promised_rate, facts.logged_rate),
     }
     for name, (expected, measured) in pairs.items():
         if expected and measured is not None and abs(measured / expected - 1) > RATE_TOLERANCE:

@@ -38,7 +38,13 @@ from firth.text import Example
 from firth.tokens import MixedShards, PackedDataset, Shards, ShardSet, load_tokenizer
 from firth.tokens.checkup import make_excerpt
 from firth.train import Recipe, load_recipe, read_log
-from firth.train.dataloader import make_batch_rng, make_ramp_datasets, make_row_dataset, open_recipe_shards
+from firth.train.dataloader import (
+    make_batch_rng,
+    make_ramp_datasets,
+    make_row_dataset,
+    open_recipe_shards,
+    run_progress,
+)
 from firth.train.findings import Evidence, Finding, Rule, examine, sort_findings
 from firth.train.log_rules import (
     FINETUNING_RULES,
@@ -46,6 +52,7 @@ from firth.train.log_rules import (
     LogFacts,
     References,
     find_spikes,
+    last_phase_from,
     repeat_command,
     skipped_lines,
 )
@@ -54,6 +61,7 @@ from firth.train.recipe import read_yaml_mapping
 from firth.train.timings import TIMINGS_FILE, sum_timings
 
 SAMPLE_ROWS = 128  # rows whose labels are counted
+FIRST_SHARE = 0.1  # of a run's steps whose labels are compared with those of the first rows, where labels change
 SAMPLE_EXAMPLES = 256  # labelled examples, likewise
 NGRAM_TRAIN_TOKENS, NGRAM_EVAL_TOKENS = 2_000_000, 200_000  # tokens of the n-gram references
 FORECAST_RATIO = 1.25  # loss over the forecast, from which a run is behind it
@@ -194,32 +202,56 @@ def collect_batch_facts(
     """Make the first rows of a run again and count their labels; also return the entropy of the labels."""
     vocab, objective = shards.tokenizer.vocab, recipe.objective
     dataset = make_row_dataset(recipe, shards, held_out=False)
-    plain = replace(recipe, batch_ramp=0.0, length_ramp=0.0)
-    rows, batch = first_rows_and_batch(plain, dataset, shards.tokenizer, SAMPLE_ROWS)
-    rng = make_batch_rng(recipe, rows.stream_index)
+    plain, progress = replace(recipe, batch_ramp=0.0, length_ramp=0.0), last_phase_from(recipe)
+    rows, batch = first_rows_and_batch(plain, dataset, shards.tokenizer, SAMPLE_ROWS, progress)
+    rng = make_batch_rng(recipe, rows.stream_index, progress=progress)
     trace = trace_batch(objective, rows, rng, vocab)
-    rates = measure_rates(rows, batch, trace, vocab)
-    in_place = predicts_in_place(trace.batch).mean() > 0.5
-    expected = objective.expected_rates(rows).get("targets")
+    rates, expected = measure_rates(rows, batch, trace, vocab), objective.expected_rates(rows)
+    in_place = predicts_in_place(trace.batch).mean() > 0.5 and recipe.model.architecture == "encoder"
+    # Of masked and causal rows, the masked ones alone hide tokens.
+    name = "masked_row_targets" if "masked_row_targets" in expected else "targets"
+    promised_rate, logged_rate = logged_mask_rate(log, recipe)
     facts = BatchFacts(
         recipe,
         **count_labels(batch),
-        masked_share=rates["targets"] if in_place and recipe.model.architecture == "encoder" else None,
-        expected_rate=expected,
-        measured_rate=rates["targets"] if expected else None,
-        logged_share=None if objective.follows_progress else logged_label_share(log),
+        masked_share=rates.get(name) if in_place or name == "masked_row_targets" else None,
+        expected_rate=expected.get(name),
+        measured_rate=rates.get(name) if name in expected else None,
+        logged_share=logged_label_share(log, recipe, progress),
+        promised_rate=promised_rate,
+        logged_rate=logged_rate,
         run=run,
     )
     return facts, label_entropy(batch)
 
 
-def logged_label_share(log: LogFacts) -> float | None:
-    """Return labels per token over the logged steps; None where the log has no counts."""
+def logged_label_share(log: LogFacts, recipe: Recipe, progress: float) -> float | None:
+    """Return labels per token over the logged steps; None where the log has no counts, or too few.
+
+    Where labels follow the progress of the run, only the first steps after `progress` count, like the rows made again.
+    """
     tokens, targets = log.series("tokens"), log.series("targets")
-    if len(targets) < 5 or len(tokens) != len(targets):
+    if len(tokens) != len(targets):
         return None
     read = np.diff(tokens.values, prepend=0.0) / np.maximum(np.diff(tokens.steps, prepend=0.0), 1)
-    return float(targets.values.sum() / max(read.sum(), 1))
+    done = (targets.steps - 1) / max(recipe.max_steps, 1)
+    counts = (done >= progress) & (done < progress + FIRST_SHARE * (1 - progress)) | (
+        not recipe.objective.follows_progress
+    )
+    if counts.sum() < 5 or (
+        recipe.objective.follows_progress and counts.sum() * recipe.global_batch_size < SAMPLE_ROWS
+    ):
+        return None
+    return float(targets.values[counts].sum() / max(read[counts].sum(), 1))
+
+
+def logged_mask_rate(log: LogFacts, recipe: Recipe) -> tuple[float | None, float | None]:
+    """Return the mask rate that the objective promises for the last step, and the one in the log."""
+    logged = log.series("mask_rate")
+    if not len(logged):
+        return None, None
+    promised = recipe.objective.mask_rate_at(run_progress(recipe, int(logged.steps[-1]) - 1))
+    return promised, float(logged.values[-1])
 
 
 def label_entropy(batch: Batch) -> float:

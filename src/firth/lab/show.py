@@ -128,14 +128,17 @@ def mixture_part_rates(objective: Objective, part_B: np.ndarray | None, num_rows
 
 
 def first_rows_and_batch(
-    recipe: Recipe, dataset: RowDataset, tokenizer: Tokenizer, num_rows: int
+    recipe: Recipe, dataset: RowDataset, tokenizer: Tokenizer, num_rows: int, progress: float | None = None
 ) -> tuple[Rows, Batch]:
-    """Return the first rows of a run before noise, and the batches of its first steps, concatenated."""
+    """Return the first rows of a run before noise, and the batches of its first steps, concatenated.
+
+    `progress` makes them as after this share of the run.
+    """
     if (
         recipe.global_batch_size > num_rows and not recipe.batch_ramp and not recipe.length_ramp
     ):  # the rest is not shown
         recipe = replace(recipe, per_device_train_batch_size=num_rows, gradient_accumulation_steps=1, processes=1)
-    batches = make_pretrain_batch_fn(recipe, dataset, tokenizer)
+    batches = make_pretrain_batch_fn(recipe, dataset, tokenizer, progress=progress)
     steps = takewhile(lambda step: step * recipe.global_batch_size < num_rows, count())
     micro_batches = [batch for step in steps for batch in batches(step)]
     fields = (None if parts[0] is None else np.concatenate(parts) for parts in zip(*micro_batches, strict=True))
@@ -207,7 +210,8 @@ def measure_rates(rows: Rows, batch: Batch, trace: BatchTrace, vocab: Vocabulary
     - infilled, masked, deleted, permuted, rotated: BART's noise (see `bart_rates`)
     - tokens_used, decoder_used: share of positions that are not padding
     - pairs: share of pairs with label 1
-    - masked_rows: share of the rows of masked next-token prediction that are masked
+    - masked_rows: share of the rows of masked next-token prediction, or of mlm-and-clm, that are masked
+    - masked_row_targets: share of the text of these rows that is predicted
     """
     directions = batch.labels.shape[1] if batch.labels.ndim == 3 else 1
     num_targets = is_text_token(batch.labels, vocab).sum() / directions
@@ -221,9 +225,27 @@ def measure_rates(rows: Rows, batch: Batch, trace: BatchTrace, vocab: Vocabulary
     if batch.pair_labels is not None:
         rates["pairs"] = batch.pair_labels.mean()
     has_row_kinds = batch.attention_rank is not None and batch.target_positions is None and batch.labels.ndim == 2
-    if has_row_kinds and (masked_rows := (batch.attention_rank == 0).all(1).mean()):
-        rates["masked_rows"] = masked_rows
+    if has_row_kinds:
+        rates |= masked_row_rates(rows, batch, trace.batch, vocab)
     return {name: float(value) for name, value in rates.items()}
+
+
+def masked_row_rates(rows: Rows, batch: Batch, trace: Batch, vocab: Vocabulary) -> dict[str, float]:
+    """Return the share of masked rows among masked and causal ones, and the rates of their targets.
+
+    In a trace a label is the position of its token, wherever the model predicts it.
+    """
+    is_masked_B = (batch.attention_rank == 0).all(1)
+    row_N, slot_N = np.nonzero(is_masked_B[:, None] & (trace.labels >= 0))
+    if not len(row_N):
+        return {}
+    at_N = trace.labels[row_N, slot_N]
+    kept_N, is_mask_N = trace.input_ids[row_N, at_N] >= 0, batch.input_ids[row_N, at_N] == vocab.mask
+    rates = {"masked_rows": is_masked_B.mean(), "masked_row_targets": len(row_N) / rows.maskable[is_masked_B].sum()}
+    if kept_N.all():
+        return rates
+    masked = (is_mask_N & ~kept_N).mean()
+    return rates | {"masked": masked, "random": 1 - masked - kept_N.mean(), "kept": kept_N.mean()}
 
 
 def mlm_rates(batch: Batch, trace: Batch, vocab: Vocabulary) -> dict[str, float]:

@@ -90,7 +90,10 @@ class MaskedNextToken(ObjectiveBase):
         self.mlm.check_spans(source_length)
 
     def expected_rates(self, rows: Rows | None = None) -> dict[str, float]:
-        return {"masked_rows": self.masked_share}
+        own = {
+            name: rate for name, rate in self.mlm.expected_rates(rows).items() if name in ("masked", "random", "kept")
+        }
+        return {"masked_rows": self.masked_share, "masked_row_targets": self.mlm.rate, **own}
 
     def mask_rate_at(self, progress: float) -> float | None:
         return self.mlm.mask_rate_at(progress)

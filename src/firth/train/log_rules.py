@@ -8,6 +8,10 @@ What should the loss of a language model be? Five references, in nats per token,
     forecast           the scaling law of the planner for this size and this text (`lab/expected_loss.py`)
 
 A rule compares smoothed losses: a step of few labels is noisy. Live, the same rules run on the log so far.
+
+A mask rate that falls, phases and ramps change what a training loss means: a lower one may be no progress. Held-out
+rows are made as at the end of the run, always. So their losses can be compared at any time, and with the training loss
+once the mask rate is about the last one (`comparable_from`). Runs with phases are judged by their held-out loss.
 """
 
 from __future__ import annotations
@@ -35,14 +39,17 @@ MIN_LIVE_SHARE = 0.5  # of the run, before a running one is compared with the un
 RISE_NATS, RISE_SHARE = 0.3, 0.06  # a training loss that rises by more, and by this share, has lost what it learned
 RATE_FACTOR = 4.0  # times the recommended learning rate, up or down, from which the rate is suspicious
 SHORT_WARMUP_SHARE = 0.02  # of the run, below which a warm-up is short
+SLOW_FALL_SHARE = 0.1  # of the distance to a bigram model: a loss that falls less in the last third is stuck
 EARLY_SHARE = 0.2  # of the run, in which a warm-up matters
 WARMUP_BUMP_NATS = 0.5  # by which an early loss rises again where the warm-up was too short
 NOISE_FACTOR = 5.0  # standard deviations of a loss that its noise explains
 SPIKE_WINDOW = 32  # lines before a spike that it is compared with
 SPIKE_DEVIATIONS = 8.0  # robust standard deviations above their median
 SPIKE_NATS = 0.5  # at least, of a spike
+FEW_LABELS_SHARE = 0.5  # of the median, below which a step has few labels: where all rows are masked by chance, say
 SPIKE_RETURN_LINES = 8  # lines in which the loss returns; a jump that stays is another objective or another text
 OVERFIT_NATS = 0.1  # rise of the held-out loss above its minimum
+COMPARABLE_RATE = 1.25  # ratio of two mask rates, up to which their losses are compared
 REPEATED_PASSES = 4.0  # passes from which repeated text is worth less (Muennighoff et al. 2023)
 MEMORIZED_NATS = 0.5  # gap between held-out and training loss that repeated text leaves
 MIN_PAIRS = 30_000  # pairs that a pair head must have seen to be called dead
@@ -139,6 +146,21 @@ class LogFacts:
     def held_out_loss(self) -> Series:
         return self.series(token_loss_name(self.names))
 
+    @cached_property
+    def held_out_of_last_phase(self) -> Series:
+        """Held-out losses since the last phase began: before, steps learn another task."""
+        steps, values = self.held_out_loss
+        is_late = steps > last_phase_from(self.training) * self.training.max_steps
+        return Series(steps[is_late], values[is_late])
+
+    @cached_property
+    def comparable_loss(self) -> Series:
+        """The smoothed training loss from where it means what the held-out loss means; often empty, at first."""
+        share, (steps, values) = comparable_from(self.training), self.train_loss
+        is_late = steps > (math.inf if share is None else share * self.training.max_steps)
+        late = Series(steps[is_late], values[is_late])
+        return late.smooth() if len(late) >= 5 else Series(steps[:0], values[:0])
+
     @property
     def last_step(self) -> int:
         return max((line["step"] for line in self.lines), default=0)
@@ -225,6 +247,8 @@ def check_plateau(facts: LogFacts) -> Evidence | None:
 def check_above_unigrams(facts: LogFacts) -> Evidence | None:
     if not (facts.is_finished and facts.is_above_unigrams) or check_plateau(facts):
         return None
+    if check_overfitting(facts):  # it knows too much context: that of the training text
+        return None
     numbers = {"loss": facts.last_loss, "unigram entropy": facts.references.unigram, "steps": facts.last_step}
     return Evidence(numbers, *explain_no_context(facts))
 
@@ -252,24 +276,51 @@ def check_rate_high(facts: LogFacts) -> Evidence | None:
     smoothed, rate = facts.smoothed, facts.training.learning_rate
     if len(smoothed) < 10 or facts.last_step < MIN_JUDGED_STEPS / 2:
         return None
-    lowest_at = int(smoothed.values.argmin())
-    lowest, last = float(smoothed.values[lowest_at]), float(smoothed.values[-1])
+    phased = has_phases(facts.training)
+    judged, name = (facts.held_out_of_last_phase, "held-out ") if phased else (smoothed, "")
+    if not len(judged):
+        judged, name = smoothed, ""
+    lowest_at = int(judged.values.argmin())
+    lowest, last = float(judged.values[lowest_at]), float(judged.values[-1])
     noise = NOISE_FACTOR * facts.train_loss.noise * math.sqrt(2 / facts.train_loss.window)
     rose = last - lowest > max(RISE_NATS, RISE_SHARE * lowest, noise)
-    if rose and has_phases(facts.training):  # another objective or another mask rate has another loss
-        return None
-    stuck = facts.is_judged and facts.is_above_unigrams and (facts.rate_ratio or 0.0) > RATE_FACTOR
+    if rose and phased:  # a training loss that falls meanwhile is learned by heart
+        at_lowest = smoothed.values[max(int(np.searchsorted(smoothed.steps, judged.steps[lowest_at])) - 1, 0)]
+        rose = bool(name and comparable_from(facts.training) is not None and smoothed.values[-1] > at_lowest)
+    has_no_context = facts.is_above_unigrams or is_flat_at_unigrams(facts) or is_far_from_bigrams(facts)
+    stuck = facts.is_judged and has_no_context and (facts.rate_ratio or 0.0) > RATE_FACTOR
     if not (rose or stuck):
         return None
-    numbers = {"lowest loss": lowest, "at step": int(smoothed.steps[lowest_at]), "last loss": last, "rate": rate}
+    numbers = {f"lowest {name}loss": lowest, "at step": int(judged.steps[lowest_at])}
+    numbers |= {f"last {name}loss": last, "rate": rate}
     if facts.recommended_rate:
         numbers["recommended rate"] = facts.recommended_rate
     better = facts.recommended_rate if stuck and facts.recommended_rate else rate / 4
     return Evidence(
         numbers,
-        "The training loss rose again: updates are too large." if rose else "Updates are too large to learn context.",
+        f"The {name or 'training '}loss rose again: updates are too large."
+        if rose
+        else "Updates are too large to learn context.",
         facts.command(format_rate(better)),
     )
+
+
+def is_far_from_bigrams(facts: LogFacts) -> bool:
+    """Whether a loss that hardly falls has less than half of what one word of context tells.
+
+    A loss that jumped in the first steps is left to the rule on the warm-up.
+    """
+    unigram, bigram, loss = facts.references.unigram, facts.references.bigram, facts.last_loss
+    if (
+        unigram is None
+        or bigram is None
+        or loss is None
+        or facts.last_step < MIN_JUDGED_STEPS
+        or find_early_rise(facts)
+    ):
+        return False
+    tail = facts.smoothed.tail(1 / 3)
+    return bool(loss > (unigram + bigram) / 2 and tail[0] - tail[-1] < SLOW_FALL_SHARE * (loss - bigram))
 
 
 def has_phases(training: TrainingConfig) -> bool:
@@ -278,6 +329,33 @@ def has_phases(training: TrainingConfig) -> bool:
         return False
     ramps = training.batch_ramp or training.length_ramp or training.teacher
     return bool(training.objective.follows_progress or ramps)
+
+
+def last_phase_from(training: TrainingConfig) -> float:
+    """Return the share of the run at which the last phase of its objective begins; 0 for one phase."""
+    return 1.0 - training.objective.phases[-1][0] if isinstance(training, Recipe) else 0.0
+
+
+def comparable_from(training: TrainingConfig) -> float | None:
+    """Return the share of the run from which its training loss can be compared with the held-out loss; None: never."""
+    if not isinstance(training, Recipe):
+        return 0.0
+    if training.teacher:
+        return None
+    start, rate_at = (
+        max(last_phase_from(training), training.batch_ramp, training.length_ramp),
+        training.objective.mask_rate_at,
+    )
+    last = rate_at(1.0)
+    if last:
+        far = [p for p in np.linspace(0, 1, 101).tolist() if not is_about(rate_at(p), last)]
+        start = max([start, *far])
+    return start
+
+
+def is_about(rate: float | None, other: float) -> bool:
+    """Whether two mask rates are so close that their losses can be compared."""
+    return rate is not None and 1 / COMPARABLE_RATE <= rate / other <= COMPARABLE_RATE
 
 
 def check_rate_low(facts: LogFacts) -> Evidence | None:
@@ -303,7 +381,8 @@ def check_rate_low(facts: LogFacts) -> Evidence | None:
     )
 
 
-def check_warmup(facts: LogFacts) -> Evidence | None:
+def find_early_rise(facts: LogFacts) -> tuple[float, float, int] | None:
+    """Return an early loss, the higher one after it and its step, where the warm-up is short and the loss jumped."""
     loss, steps = facts.train_loss, facts.training.max_steps
     if len(loss) < 10 or facts.training.warmup_steps >= max(SHORT_WARMUP_SHARE * steps, 10):
         return None
@@ -312,14 +391,21 @@ def check_warmup(facts: LogFacts) -> Evidence | None:
         return None
     rises = early - np.minimum.accumulate(early)
     top = int(rises.argmax())
-    if rises[top] < max(WARMUP_BUMP_NATS, NOISE_FACTOR * loss.noise) or check_rate_high(facts):
+    if rises[top] < max(WARMUP_BUMP_NATS, NOISE_FACTOR * loss.noise):
         return None
-    before = float(early[: top + 1].min())
+    return float(early[: top + 1].min()), float(early[top]), int(loss.steps[top])
+
+
+def check_warmup(facts: LogFacts) -> Evidence | None:
+    rise = find_early_rise(facts)
+    if rise is None or check_rate_high(facts):
+        return None
+    before, highest, step = rise
     return Evidence(
-        {"loss before": before, "highest loss": float(early[top]), "at step": int(loss.steps[top])}
+        {"loss before": before, "highest loss": highest, "at step": step}
         | {"warm-up steps": facts.training.warmup_steps},
         "The loss rose in the first steps, then recovered: the full rate came too early.",
-        facts.command(f"--warmup-steps {max(steps // 10, 10)}"),
+        facts.command(f"--warmup-steps {max(facts.training.max_steps // 10, 10)}"),
     )
 
 
@@ -348,7 +434,9 @@ def check_divergence(facts: LogFacts) -> Evidence | None:
 def find_spikes(facts: LogFacts) -> list[tuple[int, float, float]]:
     """Return (step, loss, median before) of the losses that jump up and return."""
     loss, found = facts.train_loss, list[tuple[int, float, float]]()
-    values = loss.values
+    values, targets = loss.values, facts.series("targets")
+    few = FEW_LABELS_SHARE * np.median(targets.values) if len(targets) else 0.0
+    noisy_steps = {*targets.steps[targets.values < few].tolist()}
     if len(values) > SPIKE_WINDOW:
         windows = np.lib.stride_tricks.sliding_window_view(values, SPIKE_WINDOW)[:-1]
         medians = np.median(windows, axis=1)
@@ -356,7 +444,8 @@ def find_spikes(facts: LogFacts) -> list[tuple[int, float, float]]:
         jumps = values[SPIKE_WINDOW:] - medians
         for i in np.flatnonzero(jumps > np.maximum(SPIKE_DEVIATIONS * deviations, SPIKE_NATS)).tolist():
             after = values[SPIKE_WINDOW + i + 1 : SPIKE_WINDOW + i + 1 + SPIKE_RETURN_LINES]
-            if len(after) and after.min() < medians[i] + 0.5 * jumps[i]:
+            returns = len(after) and after.min() < medians[i] + 0.5 * jumps[i]
+            if returns and loss.steps[SPIKE_WINDOW + i] not in noisy_steps:
                 found.append((int(loss.steps[SPIKE_WINDOW + i]), float(values[SPIKE_WINDOW + i]), float(medians[i])))
     guarded = [x for x in facts.lines if "spike" in str(x.get("skipped", "")) and x.get("loss") is not None]
     return found + [(x["step"], x["loss"], float(np.median(values)) if len(values) else math.nan) for x in guarded]
@@ -381,13 +470,16 @@ def check_spikes(facts: LogFacts) -> Evidence | None:
 
 
 def check_overfitting(facts: LogFacts) -> Evidence | None:
-    held_out, train = facts.held_out_loss, facts.smoothed
-    if len(held_out) < 3 or len(train) < 5 or has_phases(facts.training):
+    phased = has_phases(facts.training)
+    held_out, train = facts.held_out_of_last_phase, facts.comparable_loss if phased else facts.smoothed
+    if len(held_out) < 3 or len(train) < (1 if phased else 5):
         return None
     best_at = int(held_out.values.argmin())
     best, last = float(held_out.values[best_at]), float(held_out.values[-1])
     at_best = train.values[max(int(np.searchsorted(train.steps, held_out.steps[best_at])) - 1, 0)]
-    if last < best + OVERFIT_NATS or train.values[-1] > at_best + SAME_NATS:
+    # With phases the training loss at the best step may have another meaning: it must be below the held-out loss.
+    falls = train.values[-1] < best if phased else train.values[-1] <= at_best + SAME_NATS
+    if last < best + OVERFIT_NATS or not falls:
         return None
     best_step = int(held_out.steps[best_at])
     return Evidence(
@@ -398,8 +490,9 @@ def check_overfitting(facts: LogFacts) -> Evidence | None:
 
 
 def check_repeated_data(facts: LogFacts) -> Evidence | None:
-    passes, held_out, train = facts.series("passes"), facts.held_out_loss, facts.smoothed
-    if not len(passes) or not len(held_out) or not len(train) or has_phases(facts.training):
+    passes, held_out = facts.series("passes"), facts.held_out_of_last_phase
+    train = facts.comparable_loss if has_phases(facts.training) else facts.smoothed
+    if not len(passes) or not len(held_out) or not len(train):
         return None
     gap = float(held_out.values[-1] - train.values[-1])
     if passes.values[-1] < REPEATED_PASSES or gap < max(MEMORIZED_NATS, 0.1 * float(train.values[-1])):
@@ -535,8 +628,9 @@ LOG_RULES: tuple[Rule[LogFacts], ...] = (
         "rate-too-high",
         "error",
         "the learning rate is too high",
-        f"the smoothed training loss rose by {RISE_NATS} nats and {RISE_SHARE:.0%} above its minimum; or it stays "
-        f"above the unigram entropy with more than {RATE_FACTOR:g} times the recommended rate",
+        f"the smoothed training loss rose by {RISE_NATS} nats and {RISE_SHARE:.0%} above its minimum; or, with more "
+        f"than {RATE_FACTOR:g} times the recommended rate, it stays at the unigram entropy, or hardly falls less than "
+        "half of the way to a bigram model",
         check_rate_high,
     ),
     Rule(
@@ -561,7 +655,7 @@ LOG_RULES: tuple[Rule[LogFacts], ...] = (
         "warning",
         "the loss has spikes",
         f"a loss exceeds the median of the {SPIKE_WINDOW} lines before it by {SPIKE_DEVIATIONS:g} robust standard "
-        f"deviations and {SPIKE_NATS} nats, and returns",
+        f"deviations and {SPIKE_NATS} nats, and returns; steps with less than half of the usual labels do not count",
         check_spikes,
     ),
     Rule(
