@@ -55,7 +55,8 @@ RECIPE_TOPICS = {
     "Seeds and scores": "search seeds metric baseline load_best early_stopping",
     "Generated answers": "max_target_length num_beams length_penalty",
     COMPUTE: "device bf16 fp16 fp8 compile gradient_checkpointing deterministic parallel shard_size cpu_offload",
-    RUN: "eval_steps eval_rows save_steps save_total_limit async_save logging_steps report_to push_to_hub public seed",
+    RUN: "eval_steps eval_rows save_steps save_total_limit async_save samples logging_steps report_to push_to_hub "
+    "public seed",
 }
 GENERATION_TOPICS = {
     "Sampling": "temperature top_k top_p min_p repetition_penalty no_repeat_ngram_size seed",

@@ -78,6 +78,7 @@ def pretrain(
     plan = plan_pretraining(
         model, data, output_dir, tokenizer, objective, data_options, config, overrides, options, saved
     )
+    from firth.evaluate.checkpoint_samples import make_checkpoint_sampler
     from firth.evaluate.pretraining_report import write_interrupted_report, write_pretraining_report_and_card
     from firth.lab.doctor import try_diagnosis
     from firth.train import pretrain_in_folder
@@ -107,7 +108,15 @@ def pretrain(
         with dist.enter_on_main(clock):
             recipe = resolve_on_main(dist, plan, dist.run_on_main(make_shards), clock)
             try:
-                results = pretrain_in_folder(folder, recipe, resume, clock.start_time, allow_change, rewind)
+                results = pretrain_in_folder(
+                    folder,
+                    recipe,
+                    resume,
+                    clock.start_time,
+                    allow_change,
+                    rewind,
+                    make_sampler=make_checkpoint_sampler,
+                )
             except Interrupted as e:
                 # SIGTERM, which torchrun sends too, wants the process to end at once.
                 if dist.world_size == 1 and e.code == Interrupted.code:

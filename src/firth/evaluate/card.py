@@ -82,7 +82,7 @@ MAIN_RECIPE_FIELDS = (  # always in the card, in this order; other fields if the
 OMITTED_IF_ZERO_FIELDS = ("shots", "lora_rank", "global_batch_tokens")  # 0: all examples, all weights, set by rows
 OMITTED_RECIPE_FIELDS = (  # in other sections of the card, or without effect on the model
     *("output_dir", "task", "train", "dev", "data", "sources", "tokenizer", "model", "baseline"),
-    *("logging_steps", "save_steps", "save_total_limit", "async_save", "report_to", "push_to_hub", "public"),
+    *("logging_steps", "save_steps", "save_total_limit", "async_save", "samples", "report_to", "push_to_hub", "public"),
     *("train_checksum", "dev_checksum", "shards_checksum"),
 )
 EMPTY_VALUES: tuple[Any, ...] = (None, "", {}, [])

@@ -42,6 +42,7 @@ from firth.train.distributed import SINGLE_PROCESS, select_device
 from firth.train.findings import Finding
 from firth.train.log import read_last_losses
 from firth.train.pretrain import GOLDEN_RATIO, build_pretrain_model
+from firth.train.samples import read_samples
 
 NUM_PASSAGES = 6
 MAX_SEARCHED_DOCUMENTS = 200  # documents in which passages are searched
@@ -51,6 +52,8 @@ NUM_GUESSES = 4  # words shown for a blank
 NEW_TOKENS = 24  # length of a continuation
 SAMPLING = GenerationConfig(max_new_tokens=NEW_TOKENS, temperature=0.8, top_p=0.9)
 CONTINUATION_CAPTION = "The marked end of each sentence was not shown. Sampled with temperature 0.8."
+CHECKPOINTS_CAPTION = "What the run wrote to samples.jsonl with its checkpoints; the marked part was not shown."
+MAX_SHOWN_CHECKPOINTS = 8  # of many checkpoints
 MAX_SHOWN_CHARS = 300  # characters of a continuation on the page
 BLANK_PATTERN = re.compile(r"\[MASK\]|<mask>|___")  # `fill` would read it as another blank
 EQUAL_NATS = 0.05  # smaller differences are not called better or worse
@@ -190,6 +193,7 @@ def write_pretraining_report(
     if findings is not None:
         add_doctor_section(page, findings)
     add_samples_section(page, recipe, shards, checkpoint)
+    add_checkpoints_section(page, read_samples(folder))
     page.add_heading("Next")
     page.add_code(format_commands(next_commands(recipe, folder / "final")))
     page.add_heading("Recipe")
@@ -410,12 +414,35 @@ def add_samples_section(
     page.add_fragment("pretraining.html.j2", "passages", samples, f"{caption} {source}")
 
 
+def add_checkpoints_section(page: HtmlPage, lines: Sequence[Mapping[str, Any]]) -> None:
+    """Add what the checkpoints of the run made of the same sentences while it trained."""
+    if not lines:
+        return
+    last = len(lines) - 1
+    shown = dict.fromkeys(round(i * last / max(MAX_SHOWN_CHECKPOINTS - 1, 1)) for i in range(MAX_SHOWN_CHECKPOINTS))
+    page.add_heading("At each checkpoint")
+    page.add_fragment(
+        "pretraining.html.j2", "checkpoints", group_samples([lines[i] for i in shown]), CHECKPOINTS_CAPTION
+    )
+
+
+def group_samples(lines: Sequence[Mapping[str, Any]]) -> list[tuple[Passage, list[tuple[str, str]]]]:
+    """Return each passage with what the checkpoints made of it, by step: a continuation, or words and probabilities."""
+    found: dict[Passage, list[tuple[str, str]]] = {}
+    for line in lines:
+        for sample in line["samples"]:
+            passage = Passage(sample["before"], sample.get("answer", ""), sample.get("after", ""))
+            guesses = ", ".join(f"{word} {100 * p:.0f}%" for word, p in sample.get("guesses", []))
+            found.setdefault(passage, []).append((f"{line['step']:,}", guesses or sample.get("text", "")))
+    return list(found.items())
+
+
 # --- samples --------------------------------------------------------------------------------------------------------
 
 
 def sample_before_and_after(recipe: Recipe, shards: ShardSet | MixedShards, checkpoint: Path) -> list[PassageSample]:
     """Complete passages of the text with the weights at the start of the run and with a trained checkpoint."""
-    fills = recipe.model.architecture != "decoder" or recipe.model.has_sentinel_prompt
+    fills = completes_by_filling(recipe)
     device = select_device(SINGLE_PROCESS, recipe)
     with quiet(), torch.random.fork_rng(devices=[]):
         trained = load_model(checkpoint).to(device)
@@ -432,6 +459,11 @@ def sample_before_and_after(recipe: Recipe, shards: ShardSet | MixedShards, chec
             start, passages, fills, "before training" if recipe.checkpoint else "with random weights"
         )
     return [PassageSample(passage, sides) for passage, *sides in zip(passages, before, after, strict=True)]
+
+
+def completes_by_filling(recipe: Recipe) -> bool:
+    """Whether a model fills the blanks of a passage; else it continues the passage."""
+    return recipe.model.architecture != "decoder" or recipe.model.has_sentinel_prompt
 
 
 def complete_passages(model: Model, passages: Sequence[Passage], fills: bool, title: str) -> list[SampleSide]:

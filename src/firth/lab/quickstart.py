@@ -41,6 +41,7 @@ from firth.core.errors import UserError
 from firth.core.files import atomic_folder, find_corruption, read_object, write_json
 from firth.core.html import ClozeSample, HtmlPage
 from firth.core.serialization import from_dict, to_dict
+from firth.evaluate.checkpoint_samples import make_checkpoint_sampler
 from firth.evaluate.report import loss_series
 from firth.generate import fill, generate
 from firth.lab.report import ArmScore, arm_chart
@@ -355,7 +356,13 @@ class ArchitectureRun:
         """Pretrain; `minutes` start at `start_time`. A timed step need not be timed again."""
         resumes = self.resume and (Path(recipe.output_dir) / "recipe.yaml").is_file()
         began = None if resumes else start_time
-        return pretrain(recipe, resume=self.resume, start_time=began, step_seconds=step_seconds)
+        return pretrain(
+            recipe,
+            resume=self.resume,
+            start_time=began,
+            step_seconds=step_seconds,
+            make_sampler=make_checkpoint_sampler,
+        )
 
     def finetune_recipe(self, arm: str, checkpoint: Path, num_labels: int, **fields: Any) -> FinetuneRecipe:
         """Return the recipe of one arm. Its scores choose nothing: no early stopping, no best step."""

@@ -35,6 +35,7 @@ RUN_FILES = (
         "source.json",
         "log.jsonl",
         "timings.jsonl",
+        "samples.jsonl",
         "results.json",
         "predictions.jsonl",
         "finetuning.json",

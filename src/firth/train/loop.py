@@ -64,6 +64,7 @@ from firth.train.guard import Guard, StepOutcome
 from firth.train.log import NullLog, RunLog, TextProgress, read_last_losses, read_log
 from firth.train.optim import add_unfrozen_groups, learning_rate_at, make_optimizer
 from firth.train.recipe import describe_tracked_run
+from firth.train.samples import SAMPLES_FILE, CheckpointSamples, NoSamples
 from firth.train.step import RecurrentStateDict, TrainingRun, build_step_runner, compile_ahead, sum_counts, train_step
 from firth.train.timings import TIMINGS_FILE, StepTimings
 from firth.train.writer import CheckpointWriter
@@ -188,6 +189,7 @@ def fit(run: TrainingRun, resume: bool = False) -> FitResult:
         make_log(run, state.step) as log,
         handle_stop_signals(dist_context.world_size == 1, save_before_exit, grace) as stop,
         make_timings(run, state.step) as timings,
+        make_samples(run, state.step) as samples,
         writer,
     ):
         run.computing = stop.computing
@@ -263,6 +265,9 @@ def fit(run: TrainingRun, resume: bool = False) -> FitResult:
             new_max_steps = None if last or signal_number else propose_steps(run, state.step)
             if signal_number or new_max_steps or (run.save_last or best_is_earlier if last else saves):
                 save()
+                if not signal_number:
+                    with stop.computing():
+                        samples.write(state.step, model)
             if signal_number:
                 stop.signal_number = signal_number
                 line.close()
@@ -329,6 +334,13 @@ def make_timings(run: TrainingRun, step: int) -> StepTimings:
     """Make the timings of a run; they are written by the main process alone, and where the doctor reads them."""
     has_file = run.doctor is not None and run.doctor.reads_timings and run.compute.dist_context.is_main_process
     return StepTimings(run.folder / TIMINGS_FILE if has_file and run.folder else None, step, run.compute)
+
+
+def make_samples(run: TrainingRun, step: int) -> CheckpointSamples | NoSamples:
+    """Make the samples of a run: the main process alone takes them, while the others wait for its next step."""
+    if run.folder is None or run.samples is None or not run.compute.dist_context.is_main_process:
+        return NoSamples()
+    return CheckpointSamples(run.folder / SAMPLES_FILE, step, run.samples, run.compute)
 
 
 def measure_weights(optimizer: torch.optim.Optimizer) -> dict[str, torch.Tensor]:

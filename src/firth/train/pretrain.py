@@ -86,6 +86,7 @@ from firth.train.recipe import FreezeSchedule, Recipe, TrainingConfig, load_reci
 from firth.train.replan import Replan, affordable_steps, limit_evaluations
 from firth.train.resources import check_resources, estimate_resources
 from firth.train.resume import is_run_finished, merge_recipe, rewind_run, verify_same_shards
+from firth.train.samples import SampleFn
 from firth.train.step import (
     RecurrentStateDict,
     TrainingRun,
@@ -100,6 +101,7 @@ from firth.train.step import (
 )
 from firth.train.step_runner import LossFn, metric_means, sum_of_means
 
+MakeSampler = Callable[[Recipe, ShardSet | MixedShards], SampleFn | None]
 ScheduledRecipeT = TypeVar("ScheduledRecipeT", bound=TrainingConfig)
 ThreadResultT = TypeVar("ThreadResultT")
 GOLDEN_RATIO = 0.6180339887  # multiples of it, modulo 1, cover a run evenly from the first few on
@@ -116,11 +118,13 @@ def pretrain(
     allow_change: bool = False,
     rewind: int | None = None,
     step_seconds: float = 0.0,
+    make_sampler: MakeSampler | None = None,
 ) -> dict[str, Any]:
     """Run a recipe and return its results. `start_time` starts the clock of `minutes` (time.monotonic).
 
     A resumed run keeps its recipe unless `allow_change`. `rewind` goes back that many steps (see `rewind_run`).
     `step_seconds` is the duration of a step, where the caller has timed it; else a run of `minutes` times some steps.
+    `make_sampler` returns the function that samples its checkpoints (`evaluate.checkpoint_samples`).
     """
     recipe.check()
     folder, dist_context = Path(recipe.output_dir), init_distributed(recipe)
@@ -130,7 +134,9 @@ def pretrain(
     with shared_run_folder(dist_context, folder, resume, overwrite, inputs):
         clock = RunClock(folder, resume, start_time)
         with dist_context.enter_on_main(clock):
-            return pretrain_in_folder(folder, recipe, resume, clock.start_time, allow_change, rewind, step_seconds)
+            return pretrain_in_folder(
+                folder, recipe, resume, clock.start_time, allow_change, rewind, step_seconds, make_sampler
+            )
 
 
 def pretrain_in_folder(
@@ -141,10 +147,11 @@ def pretrain_in_folder(
     allow_change: bool = False,
     rewind: int | None = None,
     step_seconds: float = 0.0,
+    make_sampler: MakeSampler | None = None,
 ) -> dict[str, Any]:
     """Pretrain in a folder that the caller has locked."""
     with deterministic_mode(recipe.deterministic), limit_threads():
-        return run_pretraining(folder, recipe, resume, start_time, allow_change, rewind, step_seconds)
+        return run_pretraining(folder, recipe, resume, start_time, allow_change, rewind, step_seconds, make_sampler)
 
 
 def run_pretraining(
@@ -155,6 +162,7 @@ def run_pretraining(
     allow_change: bool,
     rewind: int | None,
     step_seconds: float,
+    make_sampler: MakeSampler | None,
 ) -> dict[str, Any]:
     """Run all stages, from data to results."""
     start_time = time.monotonic() if start_time is None else start_time
@@ -294,6 +302,8 @@ def run_pretraining(
         doctor=LiveDoctor(recipe, live_references(recipe, shards), str(folder)),
         replan=replan,
     )
+    if make_sampler is not None and dist_context.is_main_process:
+        run.samples = make_sampler(recipe, shards)
     uploader = make_uploader(recipe, dist_context.is_main_process)
     run.on_checkpoint = uploader.push if uploader is not None else None
     if isinstance(losses, TransferLoss):

@@ -420,6 +420,13 @@ class Recipe(TrainingConfig):
         "Cache this many previous hidden states (Transformer-XL, XLNet), with --order stream. 0 disables it.",
     )
     eval_rows: int = recipe_field(256, "Evaluate on at most this many held-out rows.")
+    samples: int = recipe_field(
+        3,
+        "Complete this many held-out sentences with each checkpoint, for samples.jsonl and the report, in at most 1% "
+        "of the time; 0 turns it off.",
+        ge=0,
+        le=6,
+    )
     batch_ramp: float = recipe_field(
         0.0, "Grow the batch to its full size over this share of the run. 0 disables the ramp."
     )

@@ -48,7 +48,7 @@ RESOLVED_FIELDS = (
 # Fields that decide which tensors a checkpoint holds: they cannot change within a run.
 IMMUTABLE_FIELDS = ("model", "optim", "ema_decay", "order", "memory", "tokenizer")
 # Fields that decide where a step is computed and shown: they may change, as checkpoints do not depend on them.
-COMPUTE_FIELDS = ("parallel", "shard_size", "cpu_offload", "device", "report_to", "push_to_hub", "public")
+COMPUTE_FIELDS = ("parallel", "shard_size", "cpu_offload", "device", "report_to", "push_to_hub", "public", "samples")
 # Fields whose product is the global batch size, which a run keeps.
 BATCH_SIZE_FIELDS = ("per_device_train_batch_size", "gradient_accumulation_steps", "processes")
 # Fields that name files and folders: the run folder may have moved.

@@ -50,6 +50,7 @@ from firth.train.live_doctor import LiveDoctor
 from firth.train.log import TextProgress
 from firth.train.recipe import FreezeSchedule, TrainingConfig
 from firth.train.replan import Replan
+from firth.train.samples import SampleFn
 from firth.train.step_runner import LossFn, StepRunner
 
 RECOMPILE_LIMIT = 64  # batch shapes that torch.compile may specialise on
@@ -88,6 +89,7 @@ class TrainingRun:
     mask_rate: Callable[[int], float | None] | None = None  # step -> mask rate, where it changes
     runner: StepRunner | None = None  # of an earlier run with this model, to share its compiled step
     doctor: LiveDoctor | None = None  # judges the log while it is written
+    samples: SampleFn | None = None  # completes held-out sentences at each checkpoint
     on_checkpoint: Callable[[Path], None] | None = None  # called with each new checkpoint, in the main process
     replan: Replan | None = None  # plans the steps of a run with `minutes` again, while it runs
 
