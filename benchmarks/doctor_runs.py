@@ -3,10 +3,13 @@
     python benchmarks/doctor_runs.py                    # all runs: about an hour on 2 cores
     python benchmarks/doctor_runs.py rate-too-high bert # some of them
     python benchmarks/doctor_runs.py --record           # also write the logs that tests/lab/test_doctor.py reads
+    python benchmarks/doctor_runs.py --seed 1           # other texts of the same kind, other weights, other rows
+    python benchmarks/doctor_runs.py --text FILE        # the runs of UNSEEN, on a text whose lines are sentences
 
 A sick run names the rules that must speak (`expected`), and consequences that may (`allowed`): a rate that is too high
 also leaves the loss above word frequencies. A finding that is neither is a false alarm; so is any finding on a
-healthy run. Precision and recall count findings.
+healthy run. Precision is the share of all findings that are no false alarms, recall the share of the planted illnesses
+that are found: consequences do not count for it.
 """
 
 from __future__ import annotations
@@ -29,8 +32,8 @@ from firth.core.console import quiet
 from firth.core.files import write_text
 from firth.core.serialization import from_dict, to_dict
 from firth.lab.doctor import ALL_RULES, Diagnosis, diagnose_run, recommend_rate
-from firth.models import get_preset, make_model
-from firth.models.presets import bert, gpt2
+from firth.models import ModelConfig, get_preset, make_model
+from firth.models.presets import bert, deberta_v2, gpt2
 from firth.objectives import OBJECTIVES, MLMAndCLM
 from firth.recipes import pretraining_recipe
 from firth.recipes.pretraining import SHAPE_RECIPES, default_objective, tokenizer_kind
@@ -103,8 +106,22 @@ class Language:
         return [self.document(rng) for _ in range(count)]
 
 
+class Source:
+    """The text of the runs that need no other: made up with a seed, or sentences of a file."""
+
+    seed = 0
+    sentences: Sequence[str] = ()  # of --text
+
+
+SENTENCES_PER_DOCUMENT = 8
+
+
 def plain_text(count: int = 800) -> list[str]:
-    return Language().documents(count)
+    if Source.sentences:
+        starts = range(0, len(Source.sentences) - SENTENCES_PER_DOCUMENT, SENTENCES_PER_DOCUMENT)
+        documents = [" ".join(Source.sentences[i : i + SENTENCES_PER_DOCUMENT]) for i in starts]
+        return random.Random(Source.seed).sample(documents, min(count, len(documents)))
+    return Language(Source.seed).documents(count, Source.seed)
 
 
 def random_words(count: int = 800) -> list[str]:
@@ -173,8 +190,9 @@ def other_held_out(count: int = 300) -> list[str]:
 class Workshop:
     """Makes run folders below one folder; shards are made once for each text and tokenizer."""
 
-    def __init__(self, folder: Path, speed: float = 1.0) -> None:
+    def __init__(self, folder: Path, speed: float = 1.0, **fields: Any) -> None:
         self.folder, self.speed = folder, speed  # speed: share of the steps that runs take
+        self.fields = fields  # of every recipe
         self.shards: dict[Any, ShardSet] = {}
 
     def make_shards(
@@ -195,7 +213,7 @@ class Workshop:
     def recipe(
         self,
         name: str,
-        preset: str = "bert-tiny",
+        preset: str | ModelConfig = "bert-tiny",
         text: Callable[[], list[str]] = plain_text,
         tokenizer_text: Callable[[], list[str]] | None = None,
         vocab_size: int = 500,
@@ -203,7 +221,7 @@ class Workshop:
         objective: Any = None,
         **fields: Any,
     ) -> Recipe:
-        model = get_preset(preset)
+        model = preset if isinstance(preset, ModelConfig) else get_preset(preset)
         objective = objective or OBJECTIVES[default_objective(model)]
         shards = self.make_shards(text, kind or tokenizer_kind(model, objective), vocab_size, tokenizer_text)
         settings: dict[str, Any] = {
@@ -218,8 +236,10 @@ class Workshop:
             "eval_rows": 48,
             "compile": False,
             "bf16": False,
+            "seed": Source.seed,
         }
-        recipe = pretraining_recipe(replace(model, vocab_size=shards.tokenizer.vocab.size), **settings | fields)
+        settings |= fields | self.fields
+        recipe = pretraining_recipe(replace(model, vocab_size=shards.tokenizer.vocab.size), **settings)
         return replace(recipe, max_steps=max(round(recipe.max_steps * self.speed), 1))
 
     def train(self, name: str, **options: Any) -> Path:
@@ -478,6 +498,46 @@ HEALTHY: dict[str, Case] = {
     "classify": finetuned("", topic_labels, "classify", is_trained=True),
     "chat": finetuned("", dialogues, "lm", is_trained=True),
     "bert-long": trained(preset="bert-tiny", objective=MLM, max_steps=1200, text=partial(plain_text, 2000)),
+    "xlm": trained(preset="xlm-tiny", max_steps=300),
+    "xlm-roberta": trained(preset="xlm-roberta-tiny", max_steps=300),
+    "afriberta": trained(preset="afriberta-tiny", max_steps=300),
+    "rembert": trained(preset="rembert-tiny", max_steps=300),
+    "deberta-v2": trained(preset=deberta_v2(2, 128, 2), max_steps=300),
+    "mobilebert": trained(preset="mobilebert-tiny", max_steps=300),
+    "ib-bert": trained(preset="ib-bert-tiny", max_steps=300),
+    "labse": trained(preset="labse-tiny", max_steps=300),
+    "bilstm": trained(preset="bilstm-tiny", max_steps=300),
+    "gpt3": trained(preset="gpt3-tiny", max_steps=300),
+    "firth-t5": trained(preset="firth-t5-tiny", max_steps=400),
+    "rnn": trained(preset="rnn-tiny", max_steps=400),
+    "rnn-attention": trained(preset="rnn-attention-tiny", max_steps=400),
+}
+# Runs on a text on which no threshold was set (--text): some healthy, and the illnesses that are not in the text.
+REAL_TEXT: dict[str, Any] = {"max_seq_length": 64}
+GPT2: dict[str, Any] = {"preset": "gpt2-tiny", "optim": "adamw"}
+LONG: dict[str, Any] = {"vocab_size": 1000, "text": partial(plain_text, 1500), "max_steps": 400}
+FEW: dict[str, Any] = {"vocab_size": 1000, "text": partial(plain_text, 12)}
+UNSEEN: dict[str, Case] = {
+    "sick-encoder-rate": trained(
+        "rate-too-high", f"{STUCK} growing-weights", **ENCODER, **LONG, optim="adamw", learning_rate=0.5
+    ),
+    "sick-decoder-rate": trained(
+        "rate-too-high", f"{STUCK} growing-weights", **DECODER, **LONG, optim="adamw", learning_rate=0.5
+    ),
+    "sick-gpt2-low-rate": trained("rate-too-low", STUCK, **GPT2, **LONG, learning_rate=1e-6),
+    "sick-gpt2-warmup": trained(
+        "warmup-too-short", f"{STUCK} rate-too-high", **GPT2, **LONG, learning_rate=2e-2, warmup_steps=0
+    ),
+    "sick-gpt2-divergence": trained("divergence", f"{STUCK} rate-too-high", **GPT2, **LONG, learning_rate=1e18),
+    "sick-encoder-overfitting": trained("overfitting repeated-data", **ENCODER, **FEW, max_steps=300),
+    "sick-decoder-overfitting": trained("overfitting", "repeated-data", **DECODER, **FEW, max_steps=150),
+    "sick-encoder-labels": untrained("all-labels", **ENCODER | {"objective": mlm_and_clm(0.9, 0.8)}, **FEW),
+    "healthy-encoder": trained(**ENCODER, **LONG),
+    "healthy-decoder": trained(**DECODER, **LONG),
+    "healthy-bert": trained(preset="bert-tiny", objective=MLM, **LONG),
+    "healthy-electra": trained(preset="electra-tiny", **LONG),
+    "healthy-gpt2": trained(**GPT2, **LONG),
+    "healthy-t5": trained(preset="t5-tiny", **LONG),
 }
 
 
@@ -519,28 +579,30 @@ def recorded_facts(record: Mapping[str, Any]) -> LogFacts:
 
 @dataclass
 class Tally:
-    """Findings that were right, wrong and missing."""
+    """Findings, false alarms, planted illnesses and those that were found."""
 
-    right: int = 0
+    findings: int = 0
     wrong: int = 0
-    missing: int = 0
+    planted: int = 0
+    found: int = 0
 
     def add(self, case: Case, diagnosis: Diagnosis) -> tuple[set[str], set[str]]:
         """Count the findings of a run; return the missing and the wrong ones."""
         found = {finding.rule for finding in diagnosis.findings}
         missing, wrong = set(case.expected - found), set(found - case.expected - case.allowed)
-        self.right += len(found & (case.expected | case.allowed))
-        self.missing += len(missing)
+        self.findings += len(found)
         self.wrong += len(wrong)
+        self.planted += len(case.expected)
+        self.found += len(case.expected & found)
         return missing, wrong
 
     @property
     def precision(self) -> float:
-        return self.right / max(self.right + self.wrong, 1)
+        return 1 - self.wrong / max(self.findings, 1)
 
     @property
     def recall(self) -> float:
-        return self.right / max(self.right + self.missing, 1)
+        return self.found / max(self.planted, 1)
 
 
 def main(arguments: list[str] | None = None) -> Tally:
@@ -548,12 +610,19 @@ def main(arguments: list[str] | None = None) -> Tally:
     parser.add_argument("cases", nargs="*", help="names of cases; default: all")
     parser.add_argument("--record", action="store_true", help="write the logs that the tests read")
     parser.add_argument("--folder", type=Path, help="keep the runs here; default: a temporary folder")
+    parser.add_argument("--seed", type=int, default=0, help="seed of made-up texts, weights and rows")
+    parser.add_argument("--text", type=Path, help="train the runs of UNSEEN on this text")
     options = parser.parse_args(arguments)
     cases = {**SICK, **{f"healthy-{name}": case for name, case in HEALTHY.items()}}
-    chosen = options.cases or list(cases)
-    tally = Tally()
+    Source.seed, fields = options.seed, dict[str, Any]()
+    if options.text is not None:
+        lines = options.text.read_text("utf-8").splitlines()
+        Source.sentences, fields, cases = [line for line in lines if line.strip()], REAL_TEXT, UNSEEN
+    if options.record and (options.seed or options.text):
+        parser.error("--record is for the texts of seed 0")
+    chosen, tally = options.cases or list(cases), Tally()
     with tempfile.TemporaryDirectory() as temporary:
-        shop = Workshop(options.folder or Path(temporary))
+        shop = Workshop(options.folder or Path(temporary), **fields)
         for name in chosen:
             start = time.monotonic()
             with quiet():
@@ -573,7 +642,15 @@ def main(arguments: list[str] | None = None) -> Tally:
             for line in found:
                 print(f"    {line}", flush=True)
     print(
-        json.dumps({"runs": len(chosen), "rules": len(ALL_RULES), "precision": tally.precision, "recall": tally.recall})
+        json.dumps(
+            {
+                "runs": len(chosen),
+                "rules": len(ALL_RULES),
+                **vars(tally),
+                "precision": tally.precision,
+                "recall": tally.recall,
+            }
+        )
     )
     return tally
 
