@@ -24,6 +24,7 @@ from firth.serve.config import ServeConfig
 from firth.serve.gate import Gate, hash_key
 from firth.serve.model_server import ModelServer
 from firth.serve.served_model import ServedModel
+from firth.static.learners import make_bag_model
 from firth.tasks import TASK_FILE, make_task
 from firth.tasks.chat import add_chat_template
 
@@ -32,6 +33,7 @@ TASKS: dict[str, tuple[str, dict[str, Any]]] = {
     "topics": ("classify", {"labels": ["animal", "place"]}),
     "names": ("tag", {"labels": ["B-PER", "I-PER", "O"]}),
     "questions": ("span-qa", {"unanswerable": True, "threshold": 0.999}),
+    "endings": ("choice", {}),
 }
 
 
@@ -52,9 +54,9 @@ def base(family: str) -> tuple[Any, Any]:
 
 @pytest.fixture(scope="session")
 def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """Checkpoints: gpt2 (with a chat template), bert and t5 as pretrained, and three fine-tuned encoders."""
+    """Checkpoints: gpt2 (with a chat template), bert, xlnet and t5 as pretrained, fine-tuned encoders, and word2vec."""
     home, made = tmp_path_factory.mktemp("served"), {}
-    for family in ("gpt2", "bert", "t5"):
+    for family in ("gpt2", "bert", "t5", "xlnet"):
         torch.manual_seed(0)
         config, tokenizer = base(family)
         if family == "gpt2":
@@ -72,6 +74,10 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
         made[name] = home / name / "final"
         model.save(made[name])
         write_json(made[name] / TASK_FILE, tuned.metadata())
+    words = tokenizer_of("word")
+    vectors = torch.randn(words.vocab.size, 8, generator=torch.Generator().manual_seed(0)).numpy()
+    made["word2vec"] = home / "word2vec"
+    make_bag_model(words, vectors, vectors, 0).save(made["word2vec"])
     return made
 
 
@@ -97,8 +103,8 @@ def connect(folders: dict[str, Path]) -> Connect:
 
 @pytest.fixture(scope="session")
 def everything(connect: Connect) -> Iterator[tuple[TestClient, ModelServer]]:
-    """All checkpoints behind one server."""
-    with connect("gpt2", "bert", "t5", *TASKS) as opened:
+    """A checkpoint of each kind behind one server: a request for a task needs no name."""
+    with connect("gpt2", "bert", "t5", "word2vec", "topics", "names", "questions") as opened:
         yield opened
 
 

@@ -15,6 +15,9 @@ from sklearn.decomposition import PCA
 
 from firth.evaluate.attention_heads import summarize_head
 from firth.evaluate.embed import embed_words_in_texts
+from firth.generate import GenerationConfig
+from firth.generate.next_token import describe_logprobs
+from firth.generate.sampling import warp_logits
 from firth.models import load_model
 from firth.objectives import OBJECTIVES
 
@@ -74,6 +77,40 @@ def test_tokens_that_are_taken_become_text(client: Any) -> None:
     assert "64" in error_of(client, "/next", model="gpt2", prompt="cat " * 80)
 
 
+@pytest.mark.parametrize("logits", [torch.zeros(8000), torch.linspace(0, 9, 700), torch.arange(600) // 250])
+def test_sums_over_tokens_that_are_not_listed(logits: torch.Tensor) -> None:
+    """Uniform over 8,000 tokens, top-p = 0.5001 keeps 4,001: each has 0.00025, though 200 of them are listed."""
+    logprobs, temperatures, top_ps = logits.double().log_softmax(0), [0.5, 1.0, 2.0], [0.0501, 0.3001, 0.5001, 0.9001]
+    found = describe_logprobs(logprobs, 200, temperatures, top_ps)
+    listed = set(found.ids)
+    for temperature, kept_by_top_p in zip(temperatures, found.nucleus, strict=True):
+        for top_p, (num, logsumexp) in zip(top_ps, kept_by_top_p, strict=True):
+            config = GenerationConfig(temperature=temperature, top_p=top_p)
+            kept = warp_logits(logprobs[None], config)[0]
+            rest = [i for i in kept.isfinite().nonzero()[:, 0].tolist() if i not in listed]
+            assert num == len(rest)
+            assert logsumexp == pytest.approx(float(kept[rest].logsumexp(0)) if rest else None)
+    last = logprobs[found.ids[-1]]
+    assert found.num_tied == int((logprobs == last).sum()) - int((logprobs[found.ids] == last).sum())
+
+
+@pytest.mark.parametrize("name", ["gpt2", "t5"])
+def test_a_beam_search_goes_on_from_the_tokens_that_were_taken(client: Any, name: str) -> None:
+    """The first step's candidates are the next tokens after them, in the order of their log-probabilities."""
+    first = ask(client, "/next", model=name, prompt="the cat", top=9)["tokens"]
+    taken = [first[3]["id"], first[8]["id"]]  # tokens that no tokenizer would write so
+    wanted = ask(client, "/next", model=name, prompt="the cat", new_tokens=taken, top=4)["tokens"]
+    search = {"model": name, "prompt": "the cat", "num_beams": 3, "max_new_tokens": 4}
+    found = ask(client, "/beams", **search, new_tokens=taken)
+    children = sorted((n for n in found["nodes"] if n["parent"] == 0), key=lambda n: -n["logprob"])
+    assert [child["token"] for child in children[:4]] == [token["id"] for token in wanted]
+    assert [c["logprob"] for c in children[:4]] == pytest.approx([t["logprob"] for t in wanted], abs=1e-4)
+    assert ask(client, "/beams", **search)["nodes"] != found["nodes"]
+    limit = {"gpt2": 64}.get(name)
+    if limit:
+        assert "64" in error_of(client, "/beams", **search, new_tokens=[20] * limit)
+
+
 @pytest.mark.parametrize("name", ["gpt2", "t5"])
 def test_the_tree_is_the_beam_search_of_generate(client: Any, name: str) -> None:
     search = {"model": name, "prompt": "the cat", "num_beams": 3, "max_new_tokens": 5}
@@ -95,7 +132,50 @@ def test_the_tree_is_the_beam_search_of_generate(client: Any, name: str) -> None
     assert client.post("/beams", json={**search, "num_beams": 99}).status_code == 400
 
 
+# --- blanks
+
+
+def test_compared_blanks_have_the_same_words(client: Any, folders: dict[str, Path]) -> None:
+    """A word outside the likeliest of one sentence has its own probability there: what a longer list says."""
+    texts = ["the ___ is near the ___", "the ___ is not the ___"]
+    plain, whole = (ask(client, "/fill", model="bert", text=texts, top=top)["results"] for top in (3, 1000))
+    compared = ask(client, "/fill", model="bert", text=texts, top=3, compare=True)["results"]
+    for k in (0, 1):
+        words = [sorted(guess["text"] for guess in result["blanks"][k]["guesses"]) for result in compared]
+        assert words[0] == words[1]
+        assert 3 < len(words[0]) <= 6
+        for own, everything, likeliest in zip(compared, whole, plain, strict=True):
+            found = [(guess["text"], guess["probability"]) for guess in own["blanks"][k]["guesses"]]
+            known = {guess["text"]: guess["probability"] for guess in everything["blanks"][k]["guesses"]}
+            assert [p for _, p in found] == pytest.approx([known[word] for word, _ in found], rel=1e-4)
+            assert [word for word, _ in found[:3]] == [g["text"] for g in likeliest["blanks"][k]["guesses"]]
+    other = ask(client, "/fill", model="bert", text=["the ___", "a ___ and ___"], top=3, compare=True)["results"]
+    assert [len(blank["guesses"]) for result in other for blank in result["blanks"]] == [3, 3, 3]
+
+
 # --- attention
+
+
+def test_a_permutation_is_the_order_of_attention(connect: Any, folders: dict[str, Path]) -> None:
+    """XLNet: each token attends to itself and to those before it in a random order, and the mask is named so."""
+    body = {"model": "xlnet", "text": "the cat lives near the river"}
+    with connect("xlnet", "bert") as (client, _):
+        abilities = {model["id"]: model["abilities"] for model in client.get("/v1/models").json()["data"]}
+        assert ["permutation" in abilities[name] for name in ("xlnet", "bert")] == [True, False]
+        whole = ask(client, "/attention/heads", **body)["kinds"]["encoder"]["masks"]
+        assert [mask["name"] for mask in whole] == ["full"]
+        seen = []
+        for permutation in (0, 1):
+            (mask,) = ask(client, "/attention/heads", **body, permutation=permutation)["kinds"]["encoder"]["masks"]
+            assert mask["name"] == "permutation"
+            weights = np.array(ask(client, "/attention", **body, permutation=permutation)["weights"]["encoder"])
+            visible = (weights > 0).any((0, 1))
+            assert sorted(visible.sum(1)) == list(range(1, len(visible) + 1))
+            assert visible.diagonal().all()
+            assert np.array_equal(np.frombuffer(base64.b64decode(mask["cells"]), np.uint8), visible.ravel())
+            seen.append(mask["cells"])
+        assert seen[0] != seen[1]
+        assert "query stream" in error_of(client, "/attention/heads", **(body | {"model": "bert"}), permutation=0)
 
 
 def test_a_window_is_a_part_of_the_whole(client: Any) -> None:
@@ -201,6 +281,49 @@ def test_salience_is_the_change_of_the_logit(everything: tuple[Any, Any]) -> Non
     other = ask(client, "/salience", model="topics", input="a big cat", label="place")
     assert other["label"] == "place"
     assert "no label" in error_of(client, "/salience", model="topics", input="a cat", label="planet")
+
+
+def test_salience_of_a_choice_is_the_change_of_its_logit(connect: Any) -> None:
+    body = {"model": "endings", "input": ["the cat lives", "near the river", "in a big forest"]}
+    with connect("endings") as (client, server):
+        predictor = server.models["endings"].predictors["choice"]
+        best = ask(client, "/classify", model="endings", inputs=[body["input"]])["results"][0]["choice"]
+        found = ask(client, "/salience", **body)
+        assert found["label"] == body["input"][1 + best]
+        model, task = predictor.model, predictor.task
+        for label in body["input"][1:]:
+            found = ask(client, "/salience", **body, label=label)
+            example = predictor.reader.read(["the cat lives", label, label], 1).example
+            batch = task.collate(task.encode([example])).to(torch.device("cpu"))
+            embedding, step = model.embed.tokens, 1e-2
+            logits = []
+            for scale in (1 - step, 1 + step):
+                handle = embedding.register_forward_hook(lambda module, inputs, output, scale=scale: output * scale)
+                with torch.no_grad():
+                    logits.append(float(model.logits(batch).flatten()[0]))
+                handle.remove()
+            assert len(found["tokens"]) == len(found["values"]) == len(task.encode([example])[0].sequences[0].ids)
+            # the sum over all tokens: every embedding shrinks at once
+            assert sum(found["values"]) == pytest.approx((logits[1] - logits[0]) / (2 * step), abs=0.05, rel=0.05)
+        assert "no choice" in error_of(client, "/salience", **body, label="somewhere")
+
+
+# --- static vectors
+
+
+def test_a_static_model_has_one_vector_for_a_word(client: Any, folders: dict[str, Path]) -> None:
+    """A word2vec model stands beside the others: a word is one point in every text, and its tokens are words."""
+    (model,) = (model for model in client.get("/v1/models").json()["data"] if model["id"] == "word2vec")
+    assert (model["abilities"], model["num_layers"]) == ([], 0)
+    found = ask(client, "/vectors", model="word2vec", texts=["the cat lives", "a cat is red"], words=["cat", "red"])
+    (layer,) = found["layers"]
+    assert [word["word"] for word in found["words"]] == ["cat", "cat", "red"]
+    assert layer["points"][0] == layer["points"][1] != layer["points"][2]
+    assert layer["neighbours"][0][0] == [1, 1.0]
+    embedding = load_model(folders["word2vec"]).embed.tokens.weight.detach().numpy()
+    ids = ask(client, "/tokenize", model="word2vec", text="cat red")["results"][0]["ids"]
+    cosine = np.dot(*embedding[ids]) / np.linalg.norm(embedding[ids], axis=1).prod()
+    assert layer["neighbours"][0][1] == [2, pytest.approx(cosine, abs=1e-3)]
 
 
 # --- objectives

@@ -7,6 +7,10 @@
 An encoder-decoder has three kinds: the encoder's own, the decoder's own, and those of the decoder over the encoder's
 tokens. The last two need a target text.
 
+XLNet is pretrained in random orders (Yang et al. 2019, section 2.2): a token attends to itself and to those before it
+in the order, wherever they stand. `permutation` is the number of such an order; without it all tokens attend to all, as
+in fine-tuning. The weights are those of the content stream, which knows its own token.
+
 L layers, H heads, T queries, S keys.
 """
 
@@ -21,7 +25,9 @@ from torch import Tensor
 
 from firth.core.errors import UserError
 from firth.generate.decode_state import eval_mode, require_tokenizer
-from firth.models import EncoderDecoder, Model, make_sequence_template
+from firth.models import Encoder, EncoderDecoder, Model, make_sequence_template
+from firth.objectives import CounterRNG
+from firth.objectives.visibility import sample_permutation_ranks
 
 MAX_ATTENTION_WEIGHTS = 2_000_000  # of one answer: 12 layers of 12 heads over 117 tokens
 MAX_COMPUTED_WEIGHTS = 2**26  # of all layers and heads of a text, in memory: 256 MiB
@@ -55,10 +61,12 @@ def compute_attention(
     heads: Sequence[int] | None = None,
     queries: Range | None = None,
     keys: Range | None = None,
+    permutation: int | None = None,
 ) -> AttentionWeights:
     """Return the attention weights of a text with its special tokens, or of the ids that a model reads.
 
-    `layers` and `heads` select some of them, `queries` and `keys` a window of the positions.
+    `layers` and `heads` select some of them, `queries` and `keys` a window of the positions. `permutation` numbers a
+    random order, for XLNet.
     """
     config, tokenizer = model.config, require_tokenizer(model)
     check_has_attention(model)
@@ -73,7 +81,7 @@ def compute_attention(
             f"{len(layers)} layers of {len(heads)} heads over {longest} tokens are {num:,} weights, more than "
             f"{MAX_ATTENTION_WEIGHTS:,}. Shorten the text, or choose layers, heads or a window."
         )
-    found = attend_to_text(model, ids, target_ids, has_target=bool(target)).weights
+    found = attend_to_text(model, ids, target_ids, bool(target), permutation).weights
     rows, columns = (slice(None) if part is None else slice(*part) for part in (queries, keys))
     selected = {
         kind: np.stack([weights[i][0, heads, rows, columns].float().cpu().numpy() for i in layers if i < len(weights)])
@@ -116,7 +124,9 @@ def attention_inputs(
 
 
 @torch.no_grad()
-def attend_to_text(model: Model, ids: list[int], target_ids: list[int], has_target: bool) -> AttendedText:
+def attend_to_text(
+    model: Model, ids: list[int], target_ids: list[int], has_target: bool, permutation: int | None = None
+) -> AttendedText:
     """Run the model over one text and keep the weights of all layers."""
     config, longest = model.config, max(len(ids), len(target_ids))
     if (num := config.num_layers * config.num_heads * longest**2) > MAX_COMPUTED_WEIGHTS:
@@ -134,11 +144,31 @@ def attend_to_text(model: Model, ids: list[int], target_ids: list[int], has_targ
             found = {"encoder": output.encoder_attentions}
             if has_target:
                 found |= {"decoder": output.attentions, "cross": output.cross_attentions}
+        elif permutation is not None:
+            found = {"encoder": attend_in_order(model, ids, permutation)}
         else:
             output = model(torch.tensor([ids], device=device), output_attentions=True)
             found = {config.architecture: output.attentions}
     # a task head on the encoder has no decoder
     return AttendedText(ids, target_ids, {kind: weights for kind, weights in found.items() if weights is not None})
+
+
+def can_permute(model: Model) -> bool:
+    """Whether a model was made for permutation language modelling: it has a query stream."""
+    return isinstance(model, Encoder) and "query" in model.extras
+
+
+def attend_in_order(model: Model, ids: list[int], permutation: int) -> list[Tensor]:
+    """Return the weights (1, H, T, T) of all layers where each token attends to those before it in a random order."""
+    if not isinstance(model, Encoder) or not can_permute(model):
+        raise UserError("A permutation is for models with a query stream (XLNet).")
+    rank_BT = sample_permutation_ranks(np.ones((1, len(ids)), bool), CounterRNG(permutation, np.array([0])))
+    device = model.embed.tokens.weight.device
+    attentions: list[Tensor] = []
+    x_BTE = model.embed_backbone_inputs(torch.tensor([ids], device=device), None, None)
+    rank = torch.from_numpy(rank_BT).to(device)
+    model.stack(model.embed.widen(x_BTE), None, rank, attentions=attentions)
+    return attentions
 
 
 def select_indices(noun: str, given: Sequence[int] | None, count: int) -> list[int]:

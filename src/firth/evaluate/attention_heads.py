@@ -71,12 +71,17 @@ class HeadOverview(NamedTuple):
     kinds: dict[str, HeadKind]
 
 
-def overview_heads(model: Model, text: str, target: str = "", max_cells: int = 24) -> HeadOverview:
-    """Run the model over a text and describe every head; pictures have at most `max_cells` rows and columns."""
+def overview_heads(
+    model: Model, text: str, target: str = "", max_cells: int = 24, permutation: int | None = None
+) -> HeadOverview:
+    """Run the model over a text and describe every head; pictures have at most `max_cells` rows and columns.
+
+    `permutation` numbers a random order of attention, for XLNet.
+    """
     check_has_attention(model)
     tokenizer = require_tokenizer(model)
     ids, target_ids = attention_inputs(model, text, target)
-    found = attend_to_text(model, ids, target_ids, has_target=bool(target))
+    found = attend_to_text(model, ids, target_ids, bool(target), permutation)
     special = set(tokenizer.vocab.special_ids)
     tokens, target_tokens = ([str(tokenizer.backend.id_to_token(i)) for i in row] for row in (ids, target_ids))
     separators, target_separators = (
@@ -169,6 +174,8 @@ def name_mask(mask_TS: np.ndarray) -> str:
     'window: 1 token to each side'
     >>> name_mask(np.array([[1, 1, 0], [1, 1, 0], [1, 1, 1]], bool))
     'prefix of 2, then causal'
+    >>> name_mask(np.array([[1, 0, 1], [1, 1, 1], [0, 0, 1]], bool))  # in the order 2, 0, 1
+    'permutation'
     """
     if mask_TS.all():
         return "full"
@@ -187,4 +194,8 @@ def name_mask(mask_TS: np.ndarray) -> str:
         prefix = int(mask_TS[0].sum())
         if (mask_TS == (causal | (key < prefix))).all():
             return f"prefix of {prefix}, then causal"
+        # In a permutation a token sees as many tokens as its rank says, and those of no higher rank.
+        rank = mask_TS.sum(1)
+        if (mask_TS == (rank[None, :] <= rank[:, None])).all():
+            return "permutation"
     return "other"

@@ -5,11 +5,15 @@ nothing is -df/dx_i . x_i, so the *salience* df/dx_i . x_i (Shrikumar et al. 201
 positive where a token speaks for the class, and negative where it speaks against. It costs one forward and one backward
 pass. It is a local, linear account: two tokens that replace each other may both have little.
 
+A multiple choice reads the context with each candidate as one sequence, and a softmax compares their logits. The
+salience is that of one candidate's own logit: what in the context and in the candidate makes it likely.
+
 B rows, T positions, E embedding width.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from copy import copy
 from typing import Any, NamedTuple
 
@@ -20,29 +24,41 @@ from firth.core.errors import UserError, quote
 from firth.evaluate.predict import Predictor
 from firth.evaluate.predict_input import TaskInput
 from firth.generate.decode_state import eval_mode
+from firth.tasks.choice import ChoiceTask
 from firth.tasks.classify import ClassificationTask
 from firth.tasks.regress import RegressionTask
 
 
 class Salience(NamedTuple):
-    """Tokens as the model reads them, the salience of each, and the logit that it belongs to."""
+    """Tokens as the model reads them, the salience of each, and the logit that it belongs to.
+
+    `label` is the class or the text of the candidate, "" for a score.
+    """
 
     token_ids: list[int]
     values: list[float]
     logit: float
-    label: str  # "" for a score
+    label: str
 
 
 def salience_of_input(predictor: Predictor, task_input: TaskInput, label: str | None = None) -> Salience:
-    """Return the salience of each token for a class (default: the likeliest), or for the score of a regression."""
-    task = predictor.task
-    if not isinstance(task, ClassificationTask | RegressionTask) or task.sequences_per_label > 1:
-        raise UserError(f"Salience is for labels and scores of a text or a pair, not for the task {task.name}.")
-    if label is not None and label not in task.labels:
-        raise UserError(f"There is no label {quote(label)}. Known: {', '.join(task.labels) or 'none'}.")
+    """Return the salience of each token for a class or a candidate (default: the likeliest), or for a score."""
+    task, example = predictor.task, task_input.example
+    is_choice = isinstance(task, ChoiceTask)
+    if not isinstance(task, ClassificationTask | RegressionTask | ChoiceTask) or task.sequences_per_label > 1:
+        raise UserError(f"Salience is for labels, choices and scores, not for the task {task.name}.")
+    labels: Sequence[str] = example.texts[1:] if is_choice else task.labels
+    if label is not None and label not in labels:
+        noun = "choice" if is_choice else "label"
+        raise UserError(f"There is no {noun} {quote(label)}. Known: {', '.join(labels) or 'none'}.")
+    if is_choice:
+        if label is None:
+            ((_, record),) = predictor.predict_inputs([task_input])
+            label = str(record["text"])
+        example = example._replace(texts=(example.texts[0], label), target=0)
     task = copy(task)
     task.has_short_rows = True
-    items = task.encode(predictor.split_long_text(task_input.example)[:1])
+    items = task.encode(predictor.split_long_text(example)[:1])
     batch = task.collate(items)
     embedded: list[Tensor] = []
 
@@ -56,7 +72,7 @@ def salience_of_input(predictor: Predictor, task_input: TaskInput, label: str | 
         with eval_mode(model), torch.enable_grad():
             logits = model.logits(batch.to(predictor.compute.device)).float()
             logits_C = logits.flatten(0, 1)[task.pack_items(items).label_slots[0]].reshape(-1)
-            index = task.labels.index(label) if label is not None else int(logits_C.argmax())
+            index = 0 if is_choice else labels.index(label) if label is not None else int(logits_C.argmax())
             logit = logits_C[index]
             gradients = torch.autograd.grad(logit, embedded, allow_unused=True)
     finally:
@@ -66,5 +82,6 @@ def salience_of_input(predictor: Predictor, task_input: TaskInput, label: str | 
     for x_BTE, gradient_BTE in zip(embedded, gradients, strict=True):
         if gradient_BTE is not None:  # an encoder-decoder embeds the text twice
             values += (x_BTE * gradient_BTE).sum(-1)[0, :num_tokens].detach().float().cpu()
-    shown = task.labels[index] if task.labels else ""
-    return Salience([int(i) for i in batch.input_ids[0][:num_tokens]], values.tolist(), float(logit.detach()), shown)
+    token_ids = [int(i) for i in batch.input_ids[0][:num_tokens]]
+    shown = label or "" if is_choice else labels[index] if labels else ""
+    return Salience(token_ids, values.tolist(), float(logit.detach()), shown)

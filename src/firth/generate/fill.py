@@ -29,7 +29,7 @@ from firth.generate.decode_state import (
     require_tokenizer,
 )
 from firth.models import EncoderDecoder, Model, make_sequence_template
-from firth.models.config import ELMoConfig
+from firth.models.config import BAG_OF_WORDS_FAMILY, ELMoConfig, LMHead
 from firth.objectives import Batch
 
 MAX_SPAN_TOKENS = 20  # limit of a generated span; T5 is trained on spans of three tokens on average
@@ -71,13 +71,16 @@ def fill(model: Model, text: str, top: int = 5) -> Blanks:
     return blanks
 
 
-def fill_texts(model: Model, texts: Sequence[str], top: int = 5) -> list[list[Blank]]:
-    """Return the blanks of each text. An encoder reads all texts in one batch."""
+def fill_texts(model: Model, texts: Sequence[str], top: int = 5, compare: bool = False) -> list[list[Blank]]:
+    """Return the blanks of each text. An encoder reads all texts in one batch.
+
+    With `compare`, an encoder gives each blank the candidates of the same blank in the other texts too, so that every
+    word has its probability in each of them. The texts must have the same number of blanks; others are not compared.
+    """
     parts_per_text = [split_at_blanks(model, text) for text in texts]
     if top < 1:
         raise UserError(f"top is {top}; it must be at least 1.")
-    fills = model.config.has_sentinel_prompt or model.config.predicts_next_token
-    if model.config.architecture == "decoder" and not fills:
+    if model.config.architecture == "decoder" and not can_fill(model):
         raise UserError("A decoder cannot fill blanks. It can continue a text: firth generate CHECKPOINT 'The'")
     if isinstance(model.config.recurrent, ELMoConfig):
         raise UserError("ELMo has no mask token and cannot fill blanks. Use an encoder such as bert.")
@@ -86,9 +89,17 @@ def fill_texts(model: Model, texts: Sequence[str], top: int = 5) -> list[list[Bl
         if model.config.has_sentinel_prompt:
             return [fill_sentinel_spans(model, parts) for parts in parts_per_text]
         if not isinstance(model, EncoderDecoder):
-            return fill_masked_words(model, parts_per_text, top)
+            return fill_masked_words(model, parts_per_text, top, compare)
         fill_spans = fill_by_reconstruction if model.config.adds_bos else fill_sentinel_spans
         return [fill_spans(model, parts) for parts in parts_per_text]
+
+
+def can_fill(model: Model) -> bool:
+    """Whether a model fills blanks: it has a mask or sentinels, and an LM head that predicts them."""
+    config = model.config
+    knows_blanks = config.architecture != "decoder" or config.has_sentinel_prompt or config.predicts_next_token
+    is_other = isinstance(config.recurrent, ELMoConfig) or config.family == BAG_OF_WORDS_FAMILY
+    return isinstance(config.head, LMHead) and knows_blanks and not is_other
 
 
 def split_at_blanks(model: Model, text: str) -> list[str]:
@@ -100,7 +111,9 @@ def split_at_blanks(model: Model, text: str) -> list[str]:
     return parts
 
 
-def fill_masked_words(model: Model, parts_per_text: Sequence[list[str]], top: int) -> list[list[Blank]]:
+def fill_masked_words(
+    model: Model, parts_per_text: Sequence[list[str]], top: int, compare: bool = False
+) -> list[list[Blank]]:
     """Predict the masked words between the parts of each text in one forward pass.
 
     Masked next-token prediction has the logits of a masked word at the position before it.
@@ -131,14 +144,15 @@ def fill_masked_words(model: Model, parts_per_text: Sequence[list[str]], top: in
     ).to(model.embed.tokens.weight.device)
     p_BKV = drop_padded_vocab(model, model.logits(batch)).softmax(-1)
     p_BKV[..., list(vocab.special_ids)] = 0  # a candidate is a word, not a special token
-    best = p_BKV.topk(min(top, vocab.size - len(vocab.special_ids)))
-    return [
-        [
-            Blank(tuple(Guess(tokenizer.decode([i]).strip(" "), p) for p, i in zip(*guesses, strict=True)))
-            for guesses in list(zip(values, indices, strict=True))[: len(at)]
-        ]
-        for values, indices, at in zip(best.values.tolist(), best.indices.tolist(), masked, strict=True)
-    ]
+    best_BKN = p_BKV.topk(min(top, vocab.size - len(vocab.special_ids))).indices
+
+    def read_blank(row: int, k: int) -> Blank:
+        ids_N = best_BKN[:, k].unique() if compare and len(set(map(len, masked))) == 1 else best_BKN[row, k]
+        p_N, order_N = p_BKV[row, k, ids_N].sort(descending=True, stable=True)
+        guesses = zip(p_N.tolist(), ids_N[order_N].tolist(), strict=True)
+        return Blank(tuple(Guess(tokenizer.decode([i]).strip(" "), p) for p, i in guesses))
+
+    return [[read_blank(row, k) for k in range(len(at))] for row, at in enumerate(masked)]
 
 
 def fill_sentinel_spans(model: Model, parts: list[str]) -> list[Blank]:

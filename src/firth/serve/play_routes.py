@@ -24,7 +24,7 @@ from firth.serve.model_server import ModelServer
 from firth.serve.served_model import ServedModel
 
 MASK_CELLS = 48  # rows and columns of the picture of a mask
-SALIENCE_KINDS = tuple(kind for kind in TASK_KINDS["/classify"] if kind != "choice")
+SALIENCE_KINDS = TASK_KINDS["/classify"]
 
 
 def add_play_routes(app: FastAPI, server: ModelServer) -> None:
@@ -39,9 +39,8 @@ def add_play_routes(app: FastAPI, server: ModelServer) -> None:
         model = server.find(body.model, lambda model: model.can_generate)
         prompt = await server.read(encode_prompt, model, body.prompt, body.chat, body.new_tokens)
         ids = list(prompt.input_ids)
-        found = await inspect(
-            request, model, lambda: next_tokens(model.model, ids, body.new_tokens, body.top, body.temperatures)
-        )
+        settings = (body.top, body.temperatures, body.top_ps)
+        found = await inspect(request, model, lambda: next_tokens(model.model, ids, body.new_tokens, *settings))
         show, end_ids = make_token_formatter(model.tokenizer), set(check_can_generate(model.model))
         tokens = [
             {"id": i, "text": show(i), "logprob": logprob, "is_end": i in end_ids}
@@ -53,7 +52,9 @@ def add_play_routes(app: FastAPI, server: ModelServer) -> None:
             "text": prompt.new_text(body.new_tokens),
             "tokens": tokens,
             "num_rest": found.num_rest,
+            "num_tied": found.num_tied,
             "rest_logsumexp": found.rest_logsumexp,
+            "nucleus": found.nucleus,
             "entropy": found.entropy,
         }
 
@@ -61,7 +62,7 @@ def add_play_routes(app: FastAPI, server: ModelServer) -> None:
     async def beams(body: schemas.BeamsRequest, request: Request) -> Any:
         """Search by beams, and return every candidate as a tree."""
         model = server.find(body.model, lambda model: model.can_generate)
-        prompt = await server.read(encode_prompt, model, body.prompt, body.chat)
+        prompt = await server.read(encode_prompt, model, body.prompt, body.chat, body.new_tokens)
         model.check_output_tokens(body.num_beams * body.max_new_tokens)
         config = GenerationConfig(
             max_new_tokens=body.max_new_tokens,
@@ -70,11 +71,17 @@ def add_play_routes(app: FastAPI, server: ModelServer) -> None:
             length_penalty=body.length_penalty,
             early_stopping=body.early_stopping,
         )
-        tree = await inspect(request, model, lambda: search_beam_tree(model.model, list(prompt.input_ids), config))
+        ids = list(prompt.input_ids)
+        tree = await inspect(request, model, lambda: search_beam_tree(model.model, ids, config, body.new_tokens))
         show = make_token_formatter(model.tokenizer)
         nodes = [{**node._asdict(), "text": show(node.token) if node.token >= 0 else ""} for node in tree.nodes]
+        taken = prompt.new_text(body.new_tokens)
         sequences = [
-            {"node": node, "text": prompt.new_text(sequence.tokens), "score": sequence.score}
+            {
+                "node": node,
+                "text": prompt.new_text([*body.new_tokens, *sequence.tokens]).removeprefix(taken),
+                "score": sequence.score,
+            }
             for node, sequence in tree.sequences
         ]
         return {"model": model.name, "nodes": nodes, "sequences": sequences}
@@ -84,9 +91,8 @@ def add_play_routes(app: FastAPI, server: ModelServer) -> None:
         """Describe every attention head on a text: a picture, a name, entropy and distance; and the masks."""
         model = server.find(body.model, lambda model: model.has_attention)
         model.check_input_tokens(await server.read(count_tokens, model, [body.text, body.target]))
-        found = await inspect(
-            request, model, lambda: overview_heads(model.model, body.text, body.target, body.max_cells)
-        )
+        settings = (body.text, body.target, body.max_cells, body.permutation)
+        found = await inspect(request, model, lambda: overview_heads(model.model, *settings))
         kinds = {kind: describe_kind(heads) for kind, heads in found.kinds.items()}
         return {"model": model.name, "tokens": found.tokens, "target_tokens": found.target_tokens, "kinds": kinds}
 
@@ -122,7 +128,7 @@ def add_play_routes(app: FastAPI, server: ModelServer) -> None:
 
     @app.post("/salience", tags=tags, response_model=schemas.SalienceAnswer)
     async def salience(body: schemas.SalienceRequest, request: Request) -> Any:
-        """Tell which tokens speak for a label: gradient times input."""
+        """Tell which tokens speak for a label, or for one of several choices: gradient times input."""
         model = server.find(body.model, lambda model: any(kind in SALIENCE_KINDS for kind in model.tasks.values()))
         task = model.find_task(SALIENCE_KINDS, body.task)
         predictor = model.predictors[task]

@@ -6,10 +6,24 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
-from firth.serve.schemas import Answer, BlankAnswer, Flag, Int, ModelName, Number, PredictionInput, Request, Text
+from firth.serve.schemas import (
+    Answer,
+    BlankAnswer,
+    Flag,
+    Int,
+    ModelName,
+    Number,
+    Permutation,
+    PredictionInput,
+    Request,
+    Text,
+)
 
 MAX_TOP, MAX_TEMPERATURES, MAX_BEAMS, MAX_TREE_TOKENS, MAX_MAP_TEXTS = 1000, 64, 8, 40, 50
+MAX_TOP_PS, MAX_TAKEN_TOKENS = 64, 4096
 TokenId = Annotated[Int, Field(ge=0, le=2**31)]
+TakenTokens = Annotated[list[TokenId], Field(max_length=MAX_TAKEN_TOKENS)]
+TopP = Annotated[Number, Field(gt=0, le=1)]
 Temperature = Annotated[Number, Field(ge=0.01, le=100)]
 Position = Annotated[Int, Field(ge=0, le=2**20)]
 Cells = Annotated[str, Field(description="Bytes in base64, row by row.")]
@@ -19,12 +33,13 @@ class NextRequest(Request):
     model: ModelName = None
     prompt: str
     chat: Flag | None = Field(default=None, description="Read the prompt as a user's message.")
-    new_tokens: Annotated[list[TokenId], Field(max_length=4096)] = Field(
-        default=[], description="Ids of the tokens that were taken after the prompt."
-    )
+    new_tokens: TakenTokens = Field(default=[], description="Ids of the tokens that were taken after the prompt.")
     top: Int = Field(default=50, ge=1, le=MAX_TOP)
     temperatures: Annotated[list[Temperature], Field(max_length=MAX_TEMPERATURES)] = Field(
         default=[1.0], description="Temperatures at which the other tokens are summed up."
+    )
+    top_ps: Annotated[list[TopP], Field(max_length=MAX_TOP_PS)] = Field(
+        default=[], description="Values of top-p for which the other tokens that stay are summed up."
     )
 
 
@@ -44,6 +59,11 @@ class NextAnswer(Answer):
     rest_logsumexp: list[float | None] = Field(
         description="log(sum(exp(logprob / T))) over the tokens that are not listed, for each temperature T."
     )
+    num_tied: int = Field(description="Of these, tokens that are exactly as likely as the last listed one.")
+    nucleus: list[list[tuple[int, float | None]]] = Field(
+        description="For each temperature and each top-p: how many tokens that are not listed stay, and "
+        "log(sum(exp(logprob / T))) over them."
+    )
     entropy: float = Field(description="In nats, at temperature 1.")
 
 
@@ -51,6 +71,7 @@ class BeamsRequest(Request):
     model: ModelName = None
     prompt: str
     chat: Flag | None = None
+    new_tokens: TakenTokens = Field(default=[], description="Search after these tokens, which follow the prompt.")
     num_beams: Int = Field(default=3, ge=2, le=MAX_BEAMS)
     max_new_tokens: Int = Field(default=8, ge=1, le=MAX_TREE_TOKENS)
     length_penalty: Number = Field(default=1.0, ge=-100, le=100)
@@ -68,7 +89,7 @@ class TreeNode(Answer):
 
 class TreeSequence(Answer):
     node: int = Field(description="The node in which it ends.")
-    text: str
+    text: str = Field(description="Without the text of `new_tokens`.")
     score: float = Field(description="Divided by length ** length_penalty.")
 
 
@@ -83,6 +104,7 @@ class HeadsRequest(Request):
     text: Text
     target: str = Field(default="", description="What the decoder of an encoder-decoder reads.")
     max_cells: Int = Field(default=24, ge=4, le=64, description="Rows and columns of a picture.")
+    permutation: Permutation = None
 
 
 class Head(Answer):
@@ -185,7 +207,9 @@ class SalienceRequest(Request):
     model: ModelName = None
     task: Text | None = None
     input: PredictionInput
-    label: Text | None = Field(default=None, description="By default the likeliest.")
+    label: Text | None = Field(
+        default=None, description="A label, or the text of one of the choices. By default the likeliest."
+    )
 
 
 class SalienceAnswer(Answer):
@@ -251,7 +275,11 @@ class NotesAnswer(Answer):
 
 class SamplesRequest(Request):
     run: Text
-    text: Text = Field(max_length=2000, description="A text with blanks for a model that fills them, else a prompt.")
+    text: str = Field(
+        default="",
+        max_length=2000,
+        description="A text with blanks for a model that fills them, else a prompt. Default: one that suits the model.",
+    )
 
 
 class CheckpointSample(Answer):

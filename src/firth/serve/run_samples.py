@@ -16,6 +16,7 @@ from typing import Any
 
 from firth.core.errors import UserError
 from firth.generate import GenerationConfig, fill, generate_results
+from firth.generate.fill import can_fill
 from firth.models import load_model
 from firth.serve.runs import WatchedRun
 from firth.train.checkpoint import list_checkpoints
@@ -25,6 +26,8 @@ MAX_PARAMETERS = 300_000_000
 NUM_GUESSES, NUM_NEW_TOKENS = 5, 24
 SAMPLING = GenerationConfig(max_new_tokens=NUM_NEW_TOKENS, temperature=0.8, top_p=0.9)
 BLANK_PATTERN = re.compile(r"\[MASK\]|<mask>|___")
+
+DEFAULT_SENTENCE, DEFAULT_PROMPT = "The ___ is in the city.", "The"
 
 MAX_KEPT = 64  # pairs of a run and a text
 
@@ -48,7 +51,10 @@ class SampleStore:
         self.kept: OrderedDict[tuple[Path, int, str], dict[str, tuple[int, Sample]]] = OrderedDict()
 
     def sample(self, run: WatchedRun, text: str) -> list[Sample]:
-        """Return what each checkpoint writes or fills in, by step; the seed is the same for all."""
+        """Return what each checkpoint writes or fills in, by step; the seed is the same for all.
+
+        Without a text, a model that fills blanks gets a sentence with one, and any other model a prompt.
+        """
         key = (run.folder, run.version, text)  # a log that begins anew is another run
         known = self.kept.setdefault(key, {})
         self.kept.move_to_end(key)
@@ -67,6 +73,7 @@ def sample_checkpoint(folder: Path, name: str, step: int | None, text: str) -> d
     model = load_model(folder)
     if sum(p.numel() for p in model.parameters()) > MAX_PARAMETERS:
         raise UserError(f"{name} has more than {MAX_PARAMETERS:,} parameters: serve it as a model.")
+    text = text or (DEFAULT_SENTENCE if can_fill(model) else DEFAULT_PROMPT)
     if BLANK_PATTERN.search(text):
         guesses = [
             {"guesses": [{"text": guess.text, "probability": guess.probability} for guess in blank.guesses]}

@@ -339,6 +339,10 @@ class FillRequest(Request):
     model: ModelName = None
     text: Texts = Field(description="A text with blanks, written [MASK] or ___, or several.")
     top: Int = Field(default=5, ge=1, le=MAX_GUESSES)
+    compare: Flag = Field(
+        default=False,
+        description="Give each blank the candidates of the same blank in the other texts too (encoders).",
+    )
 
 
 class GuessAnswer(Answer):
@@ -447,6 +451,12 @@ class TokenizeAnswer(Answer):
 Window = tuple[Annotated[Int, Field(ge=0, le=2**20)], Annotated[Int, Field(ge=0, le=2**20)]]
 
 
+Permutation = Annotated[
+    Annotated[Int, Field(ge=0, le=2**31)] | None,
+    Field(description="Attend in this random order, as in pretraining (XLNet). By default to all tokens."),
+]
+
+
 class AttentionRequest(Request):
     model: ModelName = None
     text: Text
@@ -461,6 +471,7 @@ class AttentionRequest(Request):
     heads: Annotated[list[Int], Field(min_length=1, max_length=1000)] | None = None
     queries: Window | None = Field(default=None, description="First position and the one after the last.")
     keys: Window | None = None
+    permutation: Permutation = None
 
 
 class AttentionAnswer(Answer):

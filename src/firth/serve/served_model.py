@@ -20,7 +20,7 @@ import torch
 
 from firth.core.console import format_count
 from firth.core.errors import UserError, did_you_mean, quote
-from firth.evaluate.attention import AttentionWeights, Range, compute_attention
+from firth.evaluate.attention import AttentionWeights, Range, can_permute, compute_attention
 from firth.evaluate.embed import embed_texts
 from firth.evaluate.likelihood import resolve_max_length
 from firth.evaluate.predict import Predictor
@@ -28,9 +28,10 @@ from firth.evaluate.predict_input import PredictInput, TaskInput
 from firth.generate import Blank, GenerationConfig, fill_texts, generate_sequences
 from firth.generate.decode_state import check_can_generate
 from firth.generate.device_decode import can_decode_on_device
+from firth.generate.fill import can_fill
 from firth.generate.text import make_prompt_texts
 from firth.models import EncoderDecoder, Model, load_model, make_sequence_template
-from firth.models.config import EmbeddingHead, LMHead
+from firth.models.config import EmbeddingHead
 from firth.serve.batching import BatchWorker, Job, Operation, compute_together
 from firth.serve.config import ServeConfig
 from firth.serve.device_generation import DecodePool, count_slots, decode_in_slots
@@ -114,9 +115,7 @@ class ServedModel:
 
     @property
     def can_fill(self) -> bool:
-        config = self.model.config
-        fills = config.architecture != "decoder" or config.has_sentinel_prompt or config.predicts_next_token
-        return isinstance(config.head, LMHead) and fills
+        return can_fill(self.model)
 
     @property
     def has_attention(self) -> bool:
@@ -124,7 +123,12 @@ class ServedModel:
 
     def describe(self) -> dict[str, Any]:
         """What `/v1/models` tells."""
-        abilities = {"generate": self.can_generate, "fill": self.can_fill, "attention": self.has_attention}
+        abilities = {
+            "generate": self.can_generate,
+            "fill": self.can_fill,
+            "attention": self.has_attention,
+            "permutation": can_permute(self.model),
+        }
         return {
             "id": self.name,
             "object": "model",
@@ -229,9 +233,9 @@ class ServedModel:
             raise ApiError(400, message, "context_length_exceeded", "input")
         return Job(self.operations["embed"], None, (list(texts), sum(counts)), len(texts))
 
-    def make_fill_job(self, texts: Sequence[str], top: int) -> Job:
+    def make_fill_job(self, texts: Sequence[str], top: int, compare: bool = False) -> Job:
         self.check_input_tokens(sum(len(ids) for ids in self.tokenizer.encode_batch(list(texts))))
-        return Job(self.operations["fill"], top, list(texts), len(texts))
+        return Job(self.operations["fill"], (top, compare), list(texts), len(texts))
 
     def make_prediction_job(self, inputs: Sequence[PredictInput], task: str) -> Job:
         """`task` is the name of one of the checkpoint's tasks."""
@@ -262,10 +266,11 @@ class ServedModel:
         heads: Sequence[int] | None,
         queries: Range | None = None,
         keys: Range | None = None,
+        permutation: int | None = None,
     ) -> Job:
         parts = [self.tokenizer.encode(part) if isinstance(part, str) else part for part in (text, target)]
         self.check_input_tokens(sum(map(len, parts)))
-        return Job(self.operations["attention"], None, (text, target, layers, heads, queries, keys))
+        return Job(self.operations["attention"], None, (text, target, layers, heads, queries, keys, permutation))
 
     def make_inspection_job(self, compute: Callable[[], Any]) -> Job:
         """`compute` runs in the computing thread, one job at a time."""
@@ -313,7 +318,9 @@ class ServedModel:
         return [(part, job.inputs[1]) for part, job in zip(np.split(vectors, ends[:-1]), jobs, strict=True)]
 
     def fill_batch(self, jobs: Sequence[Job]) -> list[list[list[Blank]]]:
-        top: int = jobs[0].settings
+        top, compare = jobs[0].settings
+        if compare:  # with the texts of the same request alone
+            return [fill_texts(self.model, job.inputs, top, compare) for job in jobs]
         found = iter(fill_texts(self.model, [text for job in jobs for text in job.inputs], top))
         return [[next(found) for _ in job.inputs] for job in jobs]
 

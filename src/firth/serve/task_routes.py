@@ -78,7 +78,7 @@ def add_task_routes(app: FastAPI, server: ModelServer) -> None:
         """Predict the most likely words for the blanks of a text."""
         model = server.find(body.model, lambda model: model.can_fill)
         texts = [body.text] if isinstance(body.text, str) else body.text
-        found = await server.result(request, model, lambda: model.make_fill_job(texts, body.top))
+        found = await server.result(request, model, lambda: model.make_fill_job(texts, body.top, body.compare))
         results = [
             {
                 "text": text,
@@ -135,7 +135,8 @@ def add_task_routes(app: FastAPI, server: ModelServer) -> None:
             text: str | list[int] = model.task_prompts([body.text], None)[0] if body.is_prompt else body.text
             model.check_token_ids(body.new_tokens, "new_tokens")
             target = body.new_tokens or body.target
-            return model.make_attention_job(text, target, body.layers, body.heads, body.queries, body.keys)
+            window = (body.queries, body.keys)
+            return model.make_attention_job(text, target, body.layers, body.heads, *window, body.permutation)
 
         found = await server.result(request, model, make_job)
         answer = {
