@@ -12,6 +12,7 @@ import shutil
 import time
 from collections.abc import Iterator
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
@@ -24,6 +25,9 @@ from serve.test_runs import make_run
 from serve.test_server import running
 
 from firth.core.files import write_json, write_text
+from firth.generate import GenerationConfig
+from firth.generate.next_token import describe_logprobs
+from firth.generate.sampling import warp_logits
 from firth.models import make_model
 from firth.tasks import TASK_FILE, make_task
 
@@ -42,11 +46,17 @@ NAMELESS = """() => [...document.querySelectorAll(
 
 
 @pytest.fixture(scope="module")
-def address(folders: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    home = tmp_path_factory.mktemp("runs")
+def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("runs")
+
+
+@pytest.fixture(scope="module")
+def address(folders: dict[str, Path], runs: Path) -> Iterator[str]:
+    home = runs
     make_sick_run(home)
     make_run(home / "second" / "seed-0", steps=20)
     make_run(home / "first", steps=30)
+    make_run(home / "live", steps=8)
     (home / "first" / "final").symlink_to(folders["gpt2"])
     models = [f"{name}={folder}" for name, folder in {**folders, "translator": save_translator(home)}.items()]
     with running(*models, "--runs", home) as (_, address):
@@ -132,6 +142,11 @@ def until_answered(page: Any) -> None:
     until(page, "!document.querySelector('#panel .busy')")
 
 
+def hold_answer(held: list[tuple[Any, Any]], route: Any) -> None:
+    """Ask the server, and keep its answer from the page."""
+    held.append((route, route.fetch()))
+
+
 def card(page: Any, model: str) -> Any:
     return page.locator(f"section.card:has(h3:text-is('{model}'))")
 
@@ -214,6 +229,56 @@ def test_bars_of_an_earlier_text_cannot_be_taken(page: Any, address: str) -> Non
     until_answered(page)
 
 
+def test_a_streamed_text_grows_in_place(page: Any, address: str) -> None:
+    """What is there already is not drawn again, so a screen reader is told of the text once: at its end."""
+    open_tab(page, address, "write", "gpt2")
+    until_answered(page)
+    page.evaluate("""() => {
+      window.changes = { childList: 0, characterData: 0 };
+      new MutationObserver((records) => records.forEach((record) => window.changes[record.type]++))
+        .observe(document.querySelector(".passage"), { childList: true, characterData: true, subtree: true });
+    }""")
+    for _ in range(5):  # a random text may end at once
+        page.focus("textarea")
+        page.keyboard.press("Control+Enter")
+        page.locator(".unseen[role=log] p").wait_for(state="attached")
+        until_answered(page)
+        if page.evaluate("window.changes.characterData") > 3:
+            break
+    changes = page.evaluate("window.changes")
+    assert changes["characterData"] > changes["childList"] / 2
+    assert changes["childList"] <= 10  # twice a text: its first piece, and its end
+    read_out, shown = ("".join(page.inner_text(part).split()) for part in (".unseen[role=log] p", ".passage"))
+    assert read_out in shown
+
+
+def test_beams_go_on_from_the_tokens_that_were_taken(page: Any, address: str) -> None:
+    open_tab(page, address, "write", "t5")
+    until_answered(page)
+    page.locator("button.bar").nth(3).click()
+    page.locator(".passage .new").wait_for()
+    until_answered(page)
+    likeliest = page.locator("button.bar .name").first.inner_text()
+    with page.expect_request("**/beams") as request:
+        page.click("text=Search beams")
+    assert len(request.value.post_data_json["new_tokens"]) == 1
+    page.locator(".tree svg").wait_for()
+    page.click("text=Every candidate")
+    first_step = page.locator("tr", has=page.locator("td:nth-child(2):empty"))
+    assert likeliest.replace("·", "").strip() in "".join(first_step.locator("td:first-child").all_inner_texts())
+
+
+def test_the_link_that_skips_the_tabs_keeps_the_address(page: Any, address: str) -> None:
+    open_tab(page, address, "vectors", "bert")
+    page.keyboard.press("Tab")
+    page.locator(".skip").focus()
+    page.keyboard.press("Enter")
+    assert page.evaluate("[document.activeElement.id, location.hash]") == ["panel", "#vectors"]
+    page.evaluate("history.replaceState(null, '', '#panel')")  # a link of before
+    page.reload()
+    page.wait_for_selector("#tab-vectors[aria-selected=true]")
+
+
 def test_a_reload_keeps_what_was_chosen_and_typed(page: Any, address: str) -> None:
     open_tab(page, address, "write", "gpt2", "t5")
     page.fill("textarea", "the secret river")
@@ -241,25 +306,30 @@ def test_a_reload_keeps_what_was_chosen_and_typed(page: Any, address: str) -> No
 
 
 def test_the_bars_are_the_distribution_that_is_sampled(page: Any, address: str) -> None:
-    """The page's temperature, top-k and top-p against the sampler's, on the same log-probabilities."""
-    import torch
+    """The page's temperature, top-k and top-p against the sampler's, on the same log-probabilities.
 
-    from firth.generate import GenerationConfig
-    from firth.generate.sampling import warp_logits
-
+    Of 8,000 equal ones (an untrained model) 200 are listed: top-p keeps many that are not, and so does a top-k that all
+    tie with.
+    """
     page.goto(address)
-    logprobs = torch.randn(40, generator=torch.Generator().manual_seed(0), dtype=torch.float64).mul(2).log_softmax(0)
-    sorted_logprobs = logprobs.sort(descending=True).values
-    for temperature, top_k, top_p in ((1.0, 0, 1.0), (0.5, 7, 1.0), (1.5, 0, 0.6), (2.0, 12, 0.8), (0.7, 3, 0.3)):
-        config = GenerationConfig(temperature=temperature, top_k=top_k, top_p=top_p)
-        wanted = warp_logits(sorted_logprobs[None], config)[0].softmax(0)
-        listed, rest = sorted_logprobs[:25], sorted_logprobs[25:]
-        tokens = [{"logprob": x} for x in listed.tolist()]
-        given = [tokens, float((rest / temperature).logsumexp(0)), 15]
-        given.append({"temperature": temperature, "topK": top_k, "topP": top_p})
-        found = page.evaluate(f"async () => (await import('/page/write.js')).warp(...{json.dumps(given)})")
-        assert found["p"] == pytest.approx(wanted[:25].tolist(), abs=1e-9)
-        assert found["rest"] == pytest.approx(float(wanted[25:].sum()), abs=1e-9)
+    steep = torch.randn(400, generator=torch.Generator().manual_seed(0), dtype=torch.float64).mul(2)
+    flat = torch.zeros(8000, dtype=torch.float64)
+    tied = torch.cat([flat[:100] + 3, flat[:400]])
+    settings = [(1.0, 0, 1.0), (0.5, 7, 1.0), (1.5, 0, 0.6003), (2.0, 12, 0.8003), (0.7, 3, 0.3003), (3.0, 0, 0.9513)]
+    settings += [(1.0, 0, 0.4513), (1.0, 7, 1.0), (1.0, 9, 0.4513)]
+    for logits in (steep, flat, tied):
+        for temperature, top_k, top_p in settings:
+            config = GenerationConfig(temperature=temperature, top_k=top_k, top_p=top_p)
+            wanted = warp_logits(logits.log_softmax(0)[None], config)[0].softmax(0)
+            shown = describe_logprobs(logits.log_softmax(0), 200, [temperature], [top_p])
+            rest = {"num": shown.num_rest, "logsumexp": shown.rest_logsumexp[0]}
+            rest |= {"numTied": shown.num_tied, "kept": shown.nucleus[0][0]}
+            given = [[{"logprob": x} for x in shown.logprobs], rest]
+            given.append({"temperature": temperature, "topK": top_k, "topP": top_p})
+            found = page.evaluate(f"async () => (await import('/page/write.js')).warp(...{json.dumps(given)})")
+            assert found["p"] == pytest.approx(wanted[shown.ids].tolist(), abs=1e-9), (temperature, top_k, top_p)
+            assert found["rest"] == pytest.approx(1 - float(wanted[shown.ids].sum()), abs=1e-9)
+            assert found["numRest"] == int((wanted > 0).sum()) - int((wanted[shown.ids] > 0).sum())
 
 
 def test_fill(page: Any, address: str) -> None:
@@ -275,6 +345,56 @@ def test_fill(page: Any, address: str) -> None:
     own.locator(".ghost").first.wait_for(state="detached")
     own.locator("button.bar").first.click()
     until(page, "document.querySelector('textarea').value.split('___').length === 2")
+
+
+def test_a_changed_sentence_is_compared_word_by_word(page: Any, address: str) -> None:
+    open_tab(page, address, "fill", "bert", "t5")
+    page.fill("textarea", "the ___ is near the river")
+    own, other = card(page, "bert"), card(page, "t5")
+    own.locator(".bars").wait_for()
+    until_answered(page)
+    page.get_by_role("button", name="near", exact=True).click()
+    page.keyboard.type("not")
+    own.locator(".ghost").first.wait_for(state="attached")
+    other.locator("text=efore").first.wait_for()
+    until_answered(page)
+    assert not other.locator(".ghost").count()  # the other spans of an encoder-decoder have no probability
+    own.locator("summary").click()
+    body = {"model": "bert", "text": ["the ___ is near the river", "the ___ is not the river"], "top": 1000}
+    before, after = page.request.post(f"{address}/fill", data=body).json()["results"]
+    wanted = [{g["text"]: g["probability"] for g in r["blanks"][0]["guesses"]} for r in (before, after)]
+    for row in own.locator("tbody tr").all():
+        word, old, new = row.locator("td").all_text_contents()
+        for text, probability in zip((old, new), (wanted[0][word], wanted[1][word]), strict=True):
+            assert (
+                text == "<0.1%"
+                if probability < 0.001
+                else float(text[:-1]) == pytest.approx(100 * probability, abs=0.06)
+            )
+    page.get_by_label("The same sentence, changed").fill("the ___ is ___ the river")
+    own.locator("text=nothing to compare").wait_for()
+    until_answered(page)
+    assert own.locator(".bars").count() == 2
+    assert not own.locator(".ghost").count()
+    page.fill("textarea", "a ___ and a dog")
+    assert not page.get_by_label("The same sentence, changed").is_visible()  # it was a change of another sentence
+    until(page, "document.querySelectorAll('section.card .bars').length === 2")
+
+
+def test_random_orders_and_the_text_of_a_decoder(page: Any, address: str) -> None:
+    open_tab(page, address, "attention", "xlnet", "t5")
+    assert card(page, "t5").get_by_role("button", name="cross").is_visible()  # a text for the decoder is there
+    own = card(page, "xlnet")
+    own.locator("figcaption:has-text('full')").wait_for()
+    own.get_by_role("button", name="In a random order").click()
+    own.locator("figcaption:has-text('permutation')").wait_for()
+    picture = "document.querySelector('[aria-label=\"attention mask: permutation\"]').toDataURL()"
+    before = page.evaluate(picture)
+    own.get_by_role("button", name="Next order").click()
+    until(page, f"{picture} !== {json.dumps(before)}")
+    until_answered(page)
+    own.get_by_role("button", name="To all tokens").click()
+    own.locator("figcaption:has-text('full')").wait_for()
 
 
 def test_attention(page: Any, address: str) -> None:
@@ -318,6 +438,33 @@ def test_vectors(page: Any, address: str) -> None:
     assert "of the variance" in own.inner_text()
 
 
+def test_a_static_model_beside_another(page: Any, address: str) -> None:
+    """word2vec has no layers: one point for a word, in every line; and its tokens are words."""
+    open_tab(page, address, "vectors", "bert", "word2vec")
+    page.fill("textarea", "the cat lives near the river\na cat and a dog")
+    page.get_by_label("Words (empty: all)").fill("cat, dog, river")
+    own = card(page, "word2vec")
+    own.get_by_role("button", name="dog in line 2").wait_for()
+    card(page, "bert").get_by_role("button", name="dog in line 2").wait_for()
+    until_answered(page)
+    assert "static vectors" in own.inner_text()
+    assert own.get_by_role("slider").count() == 0
+    at = {
+        point.get_attribute("aria-label"): [point.locator("circle").get_attribute(name) for name in ("cx", "cy")]
+        for point in own.locator(".point").all()
+    }
+    assert at["cat in line 1"] == at["cat in line 2"] != at["dog in line 2"]
+    page.click("#tab-tokens")
+    page.fill("textarea", "the cat lives")
+    chips = card(page, "word2vec").locator(".chip:not(:text-is(' '))")
+    chips.nth(2).wait_for()
+    until_answered(page)
+    assert [text.strip() for text in chips.all_inner_texts() if text.strip()] == ["the", "cat", "lives"]
+    page.click("#tab-fill")
+    page.locator("text=Words of the sentence").or_(page.get_by_label("Words of the sentence")).first.wait_for()
+    assert not card(page, "word2vec").count()  # word vectors fill no blanks
+
+
 def test_tokens(page: Any, address: str) -> None:
     open_tab(page, address, "tokens", "bert", "gpt2")
     page.fill("textarea", "the cat lives near the river <b>and</b> the dog. " * 4)
@@ -350,6 +497,53 @@ def test_tasks(page: Any, address: str) -> None:
     questions.locator("textarea").first.fill("the river?")
     page.keyboard.press("Control+Enter")
     questions.locator("text=Answer:").wait_for()
+
+
+def test_the_salience_of_a_choice_as_a_table(page: Any, address: str) -> None:
+    open_tab(page, address, "tasks", "endings")
+    own = card(page, "endings")
+    own.locator("button.bar").nth(1).wait_for()
+    until_answered(page)
+    own.get_by_role("button", name="It flew away").click()
+    own.locator("h3:has-text('Salience for It flew away')").wait_for()
+    until_answered(page)
+    own.locator("summary").click()
+    values = [abs(float(text)) for text in own.locator("tbody td:nth-child(3)").all_inner_texts()]
+    assert len(values) == own.locator(".chip").count() > 5
+    assert values == sorted(values, reverse=True)
+
+
+def test_rows_that_arrive_while_a_log_is_read_are_there_once(page: Any, address: str, runs: Path) -> None:
+    page.goto(f"{address}/#runs")
+    button = page.get_by_role("button", name="live", exact=True)
+    button.wait_for()
+    for shown in page.locator("[data-run][aria-pressed=true]").all():
+        shown.click()
+    button.click()
+    page.click("text=raw")
+    card(page, "live").wait_for()
+    num_points = "document.querySelector('.chart path.thin').getAttribute('d').split('L').length"
+    until(page, f"{num_points} >= 8")
+    num_rows = page.evaluate(num_points)
+    for step, is_late in ((num_rows + 1, True), (num_rows + 2, False)):
+        held: list[tuple[Any, Any]] = []
+
+        page.route("**/runs/log?name=live*", partial(hold_answer, held))
+        button.click()
+        button.click()
+        until(page, "document.querySelector('[data-run=live][aria-pressed=true]') !== null")
+        page.wait_for_timeout(300)
+        with (runs / "live" / "log.jsonl").open("a") as log:
+            log.write(json.dumps({"step": step, "loss": 3.0}) + "\n")
+        until(page, f"{num_points} === {step}")  # the event has come
+        route, answer = held[0]
+        # Late, the server answers after the event, and both have the new row; else the answer has none.
+        route.fulfill(response=route.fetch() if is_late else answer)
+        page.unroute("**/runs/log?name=live*")
+        page.wait_for_timeout(300)
+        page.click("text=smooth")
+        page.click("text=raw")
+        assert page.evaluate(num_points) == step
 
 
 def test_runs(page: Any, address: str) -> None:
@@ -404,3 +598,131 @@ def test_long_words_and_markup_stay_inside(page: Any, address: str) -> None:
     page.fill("textarea", "<script>alert(1)</script> " + "x" * 300)
     until(page, "document.getElementById('panel').textContent.includes('alert')")
     assert page.locator("main script").count() == 0
+
+
+def test_the_api_key(browser: Any, folders: dict[str, Path], tmp_path: Path) -> None:
+    """The page asks for a key, again where it is wrong; Escape ends the waiting, and a button asks anew."""
+    write_text(tmp_path / "keys", "right-key\n")
+    with running(f"bert={folders['bert']}", "--api-key-file", tmp_path / "keys") as (_, address):
+        context = browser.new_context()
+        page = context.new_page()
+        page.set_default_timeout(WAIT_MS)
+        page.goto(f"{address}/#fill")
+        dialog = page.get_by_role("dialog", name="API key")
+        dialog.wait_for()
+        page.keyboard.press("Escape")
+        page.get_by_role("alert").filter(has_text="needs an API key").wait_for()
+        assert not dialog.is_visible()
+        page.get_by_role("button", name="Give a key").click()
+        dialog.wait_for()
+        page.keyboard.press("Enter")  # without a key nothing is sent
+        assert dialog.is_visible()
+        page.locator("dialog input").fill("wrong-key")
+        page.keyboard.press("Enter")
+        dialog.get_by_role("alert").filter(has_text="does not accept").wait_for()
+        page.locator("dialog input").fill("right-key")
+        page.get_by_role("button", name="Use this key").click()
+        card(page, "bert").locator("button.bar").first.wait_for()
+        page.reload()
+        card(page, "bert").locator("button.bar").first.wait_for()
+        assert not page.locator("dialog").count()
+        page.evaluate("sessionStorage.setItem('firth-api-key', 'a-key-of-yesterday')")
+        page.fill("textarea", "a ___ lives")
+        dialog.wait_for()
+        page.get_by_role("button", name="Cancel").click()
+        page.get_by_role("alert").filter(has_text="Reload the page").first.wait_for()
+        context.close()
+
+
+# --- accessibility ----------------------------------------------------------------------------------------------------
+
+
+def accessibility_tree(page: Any) -> list[dict[str, Any]]:
+    """The tree that the browser gives to screen readers: role, name and properties of each node that is not ignored."""
+    nodes = page.context.new_cdp_session(page).send("Accessibility.getFullAXTree")["nodes"]
+    by_id = {node["nodeId"]: node for node in nodes}
+
+    def is_inside(node: dict[str, Any], role: str) -> bool:
+        parent = by_id.get(node.get("parentId", ""))
+        return parent is not None and (parent["role"]["value"] == role or is_inside(parent, role))
+
+    return [
+        {
+            "role": node["role"]["value"],
+            "name": node.get("name", {}).get("value", ""),
+            "in_main": is_inside(node, "main"),
+            **{p["name"]: p["value"].get("value") for p in node.get("properties", ())},
+        }
+        for node in nodes
+        if not node["ignored"]
+    ]
+
+
+def nodes_with(tree: list[dict[str, Any]], role: str) -> list[dict[str, Any]]:
+    return [node for node in tree if node["role"] == role]
+
+
+TAB_STOPS = """(selector) => [...document.querySelectorAll(selector)].filter((e) => e.tabIndex >= 0).length"""
+
+
+def test_landmarks_and_names_in_the_accessibility_tree(page: Any, address: str) -> None:
+    open_tab(page, address, "tokens", "bert")
+    card(page, "mlm").wait_for()
+    until_answered(page)
+    tree = accessibility_tree(page)
+    assert len(nodes_with(tree, "main")) == len(nodes_with(tree, "banner")) == 1
+    (panel,) = nodes_with(tree, "tabpanel")
+    assert panel["in_main"]
+    assert panel["name"] == "Tokens"
+    assert [tab["name"] for tab in nodes_with(tree, "tab") if tab.get("selected")] == ["Tokens"]
+    groups = {node["name"] for node in nodes_with(tree, "group")}
+    assert {"Tokens of bert", "mlm: input"} <= groups
+    for node in tree:
+        if node["role"] in ("button", "slider", "textbox", "combobox", "tab", "img", "image", "tabpanel", "link"):
+            assert node["name"].strip(), node
+    card(page, "mlm").locator("summary", has_text="Token by token").click()
+    cells = {node["name"] for node in nodes_with(accessibility_tree(page), "cell")}
+    assert "masked" in cells  # what the colour says
+
+
+def test_many_elements_are_one_tab_stop_and_keys_press_them(page: Any, address: str) -> None:
+    open_tab(page, address, "attention", "bert")
+    own = card(page, "bert")
+    own.get_by_role("button", name="Query river").or_(own.get_by_role("button", name="Query cat")).first.wait_for()
+    until_answered(page)
+    assert page.evaluate(TAB_STOPS, ".head") == 1
+    assert page.evaluate(TAB_STOPS, ".arc-token") == 1
+    own.get_by_role("button", name="layer 0, head 0").focus()
+    page.keyboard.press("ArrowRight")
+    own.locator("h3:has-text('Layer 0, head 1')").wait_for()
+    until_answered(page)
+    assert "entropy" in own.inner_text()  # the tooltip's numbers, for those whom it does not reach
+    assert page.evaluate("document.activeElement.ariaPressed") == "true"
+    assert page.evaluate(TAB_STOPS, ".head") == 1
+    token = own.get_by_role("button", name="Query").nth(2)
+    token.focus()
+    for key, is_pressed in (("Enter", "true"), (" ", "false"), (" ", "true")):
+        page.keyboard.press(key)
+        assert token.get_attribute("aria-pressed") == is_pressed
+    page.keyboard.press("ArrowDown")
+    assert page.evaluate("[...document.querySelectorAll('.arc-token')].indexOf(document.activeElement)") == 3
+    readout = own.locator(".readout").first
+    assert readout.get_attribute("aria-live") == "polite"
+    own.locator(".arc-token").nth(1).hover()
+    assert readout.get_attribute("aria-live") == "off"  # a pointer reads out nothing
+    assert page.evaluate(TAB_STOPS, ".bar") <= page.locator(".bars").count()
+    page.click("#tab-vectors")
+    page.locator(".point").first.wait_for()
+    until_answered(page)
+    assert page.evaluate(TAB_STOPS, ".point") == 1
+    page.locator(".point[tabindex='0']").focus()
+    xs = []
+    for _ in range(3):
+        xs.append(page.evaluate("Number(document.activeElement.querySelector('circle').getAttribute('cx'))"))
+        page.keyboard.press("ArrowRight")
+    assert xs == sorted(xs)
+    pressed = {node["name"] for node in nodes_with(accessibility_tree(page), "button") if node.get("focused")}
+    assert len(pressed) == 1
+    assert "in line" in pressed.pop()
+    page.click(".model-button >> nth=0")
+    assert page.evaluate("document.activeElement.classList.contains('model-button')")

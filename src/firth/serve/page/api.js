@@ -13,21 +13,38 @@ function headers(hasBody) {
   return { ...(hasBody ? { "Content-Type": "application/json" } : {}), ...(key ? { Authorization: `Bearer ${key}` } : {}) };
 }
 
-let asking = null;
-function askForKey() {
+let asking = null; // a promise of whether a key was given, while the dialog is open
+let hasDeclined = false; // then no request opens the dialog again, until somebody asks for it
+export const mayAskForKey = () => (hasDeclined = false);
+
+// Escape closes the dialog too: then there is no key, and the requests that wait for one fail.
+function askForKey(refused) {
   asking ??= new Promise((done) => {
-    const input = el("input", { type: "password", autocomplete: "off", "aria-label": "API key" });
-    const dialog = el("dialog", { class: "dialog", "aria-label": "API key" },
-      el("form", { method: "dialog", on: { submit: () => { sessionStorage.setItem(KEY, input.value.trim()); asking = null; done(); dialog.remove(); } } },
+    const input = el("input", { type: "password", autocomplete: "off", required: true, "aria-label": "API key" });
+    const dialog = el("dialog", { class: "dialog", "aria-label": "API key", on: { close: () => {
+      const isGiven = dialog.returnValue === "key";
+      if (isGiven) sessionStorage.setItem(KEY, input.value.trim());
+      hasDeclined = !isGiven;
+      asking = null;
+      dialog.remove();
+      done(isGiven);
+    } } },
+      el("form", { method: "dialog" },
+        refused ? el("p", { class: "error", role: "alert", text: "The server does not accept this key." }) : null,
         el("p", { text: "This server needs an API key. It is kept until you close the tab." }), input,
-        el("p", {}, el("button", { class: "main", type: "submit", text: "Use this key" }))));
+        el("div", { class: "buttons" }, el("button", { class: "main", type: "submit", value: "key", text: "Use this key" }),
+          el("button", { type: "button", text: "Cancel", on: { click: () => dialog.close() } }))));
     document.body.append(dialog);
     dialog.showModal();
+    input.focus();
   });
   return asking;
 }
 
+export class KeyError extends ApiError {}
+
 async function send(path, body, signal) {
+  const key = sessionStorage.getItem(KEY);
   const request = { method: body === undefined ? "GET" : "POST", headers: headers(body !== undefined), signal };
   if (body !== undefined) request.body = JSON.stringify(body);
   let answer;
@@ -38,8 +55,9 @@ async function send(path, body, signal) {
     throw new ApiError("The server does not answer. Is it still running?");
   }
   if (answer.status === 401) {
-    await askForKey();
-    return send(path, body, signal);
+    const isStale = key !== sessionStorage.getItem(KEY); // another request has asked meanwhile
+    if (isStale || (!hasDeclined && (await askForKey(key !== null)))) return send(path, body, signal);
+    throw new KeyError("This server needs an API key, and none was given. Reload the page to give one.");
   }
   if (!answer.ok) {
     const found = await answer.json().catch(() => null);

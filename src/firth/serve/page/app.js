@@ -1,6 +1,6 @@
 // The page: which models are shown, which tab is open, light or dark.
 
-import { get } from "/page/api.js";
+import { KeyError, get, mayAskForKey } from "/page/api.js";
 import { el, shortCount } from "/page/dom.js";
 import { keep } from "/page/keep.js";
 import * as attention from "/page/attention.js";
@@ -40,10 +40,9 @@ function drawModels() {
   box.replaceChildren(...state.models.map((model) => el("button", {
     type: "button", class: "model-button", "aria-pressed": String(state.shown.has(model.id)),
     title: "Show or hide this model",
-    on: { click: () => {
-      if (state.shown.has(model.id)) state.shown.delete(model.id);
-      else state.shown.add(model.id);
-      drawModels();
+    on: { click: (event) => {
+      if (!state.shown.delete(model.id)) state.shown.add(model.id);
+      event.currentTarget.setAttribute("aria-pressed", String(state.shown.has(model.id)));
       draw();
     } },
   }, model.id, el("small", { text: `${model.family} ${model.architecture}, ${shortCount(model.parameters)}` }))));
@@ -78,11 +77,16 @@ function select(tab) {
 function draw() {
   if (!state.tab) return;
   close?.();
-  panel.setAttribute("role", "tabpanel");
   panel.setAttribute("aria-labelledby", `tab-${state.tab.name}`);
   const shown = state.models.filter((model) => state.shown.has(model.id));
   close = state.tab.draw(panel, shown, state) ?? null;
 }
+
+// The link changes no address: `#panel` is no tab, and a reload would open another one.
+document.querySelector(".skip").addEventListener("click", (event) => {
+  event.preventDefault();
+  panel.focus();
+});
 
 window.addEventListener("hashchange", () => {
   const tab = TABS.find((t) => `#${t.name}` === location.hash);
@@ -94,15 +98,16 @@ async function start() {
     state.models = (await get("/v1/models")).data;
     state.hasRuns = (await get("/health")).has_runs;
   } catch (error) {
-    panel.replaceChildren(el("p", { class: "error", role: "alert", text: error.message }));
+    const retry = error instanceof KeyError ? el("button", { type: "button", text: "Give a key", on: { click: () => { mayAskForKey(); start(); } } }) : "";
+    panel.replaceChildren(el("p", { class: "error", role: "alert", text: error.message }), retry);
     return;
   }
   const known = state.models.map((model) => model.id);
   const chosen = before.models.filter((id) => known.includes(id));
   (chosen.length ? chosen : known.slice(0, MAX_SHOWN)).forEach((id) => state.shown.add(id));
   drawModels();
-  const named = location.hash.slice(1) || before.tab;
-  const wanted = TABS.find((tab) => tab.name === named && (tab !== runs || state.hasRuns));
+  const find = (named) => TABS.find((tab) => tab.name === named && (tab !== runs || state.hasRuns));
+  const wanted = find(location.hash.slice(1)) ?? find(before.tab);
   const able = (ability) => state.models.some((model) => model.abilities.includes(ability));
   select(wanted ?? (!state.models.length ? runs : able("generate") ? write : able("fill") ? fill : tokens));
 }

@@ -1,7 +1,7 @@
 // Attention: every head as a small picture with a name, one enlarged as a matrix and as arcs, masks, layers by numbers.
 
 import { post } from "/page/api.js";
-import { button, card, decodeCells, maskFigure, paintCells, segments, show, textArea } from "/page/components.js";
+import { button, card, decodeCells, maskFigure, onKeyClick, paintCells, readout, roving, segments, show, textArea } from "/page/components.js";
 import { lineChart } from "/page/chart.js";
 import { choose, debounce, el, percent, svg } from "/page/dom.js";
 import { keepFields, keepMap } from "/page/keep.js";
@@ -10,8 +10,8 @@ export const name = "attention";
 export const title = "Attention";
 
 const WINDOW = 40; // tokens that are enlarged at once
-const state = { text: "The cat sat on the mat because the cat was tired.", target: "", view: "arcs" };
-const picked = new Map(); // model id -> {kind, layer, head, start}
+const state = { text: "The cat sat on the mat because the cat was tired.", target: "It was tired.", view: "arcs" };
+const picked = new Map(); // model id -> {kind, layer, head, start, keyStart, permutation: number of a random order, or null}
 keepFields("attention", state);
 keepMap("heads", picked);
 
@@ -31,19 +31,27 @@ export function draw(panel, shown, page) {
   views.forEach((view) => view.fetch());
 }
 
+const describe = (head) => `entropy ${head.entropy.toFixed(2)} nats${head.distance === null ? "" : `, mean distance ${head.distance.toFixed(1)} tokens`}`;
+
 class View {
   constructor(model) {
     this.model = model;
-    if (!picked.has(model.id)) picked.set(model.id, { kind: null, layer: 0, head: 0, start: 0, keyStart: 0 });
+    if (!picked.has(model.id)) picked.set(model.id, { kind: null, layer: 0, head: 0, start: 0, keyStart: 0, permutation: null });
     this.at = picked.get(model.id);
     this.body = el("div");
     this.box = card(model.id, `${model.family}, ${model.num_layers} layers`, this.body);
   }
 
+  // What every request of this model asks for.
+  asked() {
+    const target = this.model.architecture === "encoder-decoder" ? state.target : "";
+    const { permutation } = this.at;
+    return { model: this.model.id, text: state.text, target, ...(typeof permutation === "number" ? { permutation } : {}) };
+  }
+
   fetch() {
     show(this.body, async () => {
-      const target = this.model.architecture === "encoder-decoder" ? state.target : "";
-      this.found = await post("/attention/heads", { model: this.model.id, text: state.text, target, max_cells: 24 }, `heads-${this.model.id}`);
+      this.found = await post("/attention/heads", { ...this.asked(), max_cells: 24 }, `heads-${this.model.id}`);
       if (!this.found.kinds[this.at.kind]) this.at.kind = Object.keys(this.found.kinds)[0];
       return this.make();
     });
@@ -65,17 +73,24 @@ class View {
         paintCells(canvas, Array.from(cells.subarray(first, first + size), (v) => v / 255), kind.rows, kind.columns);
         const label = `layer ${l}, head ${h}${head.name ? `: ${head.name}` : ""}`;
         const pressed = l === this.at.layer && h === this.at.head;
-        const thumb = el("button", { type: "button", class: "head", "aria-label": label, "aria-pressed": String(pressed), title: `${label}\nentropy ${head.entropy.toFixed(2)} nats${head.distance === null ? "" : `, distance ${head.distance.toFixed(1)}`}`, on: { click: () => this.pick(l, h) } }, canvas);
+        const thumb = el("button", { type: "button", class: "head", "aria-label": label, "aria-pressed": String(pressed), title: `${label}\n${describe(head)}`, on: { click: () => this.pick(l, h) } }, canvas);
         this.buttons.set(`${l}-${h}`, thumb);
         return el("td", {}, thumb, head.name ? el("span", { class: "head-name", text: head.name }) : null);
       })))));
-    grid.addEventListener("keydown", (event) => {
-      const [dl, dh] = { ArrowDown: [1, 0], ArrowUp: [-1, 0], ArrowRight: [0, 1], ArrowLeft: [0, -1] }[event.key] ?? [0, 0];
-      const next = this.buttons.get(`${this.at.layer + dl}-${this.at.head + dh}`);
-      if ((dl || dh) && next) { event.preventDefault(); next.click(); next.focus(); }
+    const numHeads = kind.heads[0].length;
+    const thumbs = [...this.buttons.values()];
+    this.setCurrent = roving(thumbs, {
+      current: this.at.layer * numHeads + this.at.head,
+      onMove: (index) => thumbs[index].click(),
+      next: (index, key) => {
+        const [dl, dh] = { ArrowDown: [1, 0], ArrowUp: [-1, 0], ArrowRight: [0, 1], ArrowLeft: [0, -1] }[key] ?? [0, 0];
+        const [l, h] = [Math.floor(index / numHeads) + dl, (index % numHeads) + dh];
+        return (dl || dh) && l >= 0 && l < kind.heads.length && h >= 0 && h < numHeads ? l * numHeads + h : undefined;
+      },
     });
     this.large = el("div");
     const parts = [
+      this.model.abilities.includes("permutation") ? this.orderControls() : null,
       kinds.length > 1 ? segments("Kind of attention", kinds.map((k) => [k, k]), this.at.kind, (k) => { this.at.kind = k; this.body.replaceChildren(...this.make().filter(Boolean)); }) : null,
       el("div", { class: "figures" }, el("div", { class: "scroll" }, grid), el("div", { class: "figures" }, kind.masks.map((mask) => maskFigure(mask, 92)))),
       this.large,
@@ -83,6 +98,15 @@ class View {
     ];
     this.enlarge();
     return parts;
+  }
+
+  // XLNet is fine-tuned with attention to all tokens, and pretrained in random orders.
+  orderControls() {
+    const isPermuted = typeof this.at.permutation === "number";
+    const set = (permutation) => { this.at.permutation = permutation; this.fetch(); };
+    return el("div", { class: "controls" },
+      segments("Order of attention", [["all", "To all tokens"], ["order", "In a random order"]], isPermuted ? "order" : "all", (value) => set(value === "order" ? 0 : null)),
+      isPermuted ? el("div", { class: "buttons" }, button("Next order", () => set(this.at.permutation + 1)), el("span", { class: "note", text: `order ${this.at.permutation + 1}` })) : null);
   }
 
   layerChart(kind) {
@@ -100,6 +124,7 @@ class View {
     this.buttons.get(`${this.at.layer}-${this.at.head}`)?.setAttribute("aria-pressed", "false");
     Object.assign(this.at, { layer, head });
     this.buttons.get(`${layer}-${head}`).setAttribute("aria-pressed", "true");
+    this.setCurrent(layer * this.found.kinds[this.at.kind].heads[0].length + head);
     this.enlarge();
   }
 
@@ -118,8 +143,7 @@ class View {
     show(this.large, async () => {
       const q = [this.at.start, Math.min(this.at.start + WINDOW, queries.length)];
       const k = [this.at.keyStart, Math.min(this.at.keyStart + WINDOW, keys.length)];
-      const target = this.model.architecture === "encoder-decoder" ? state.target : "";
-      const found = await post("/attention", { model: this.model.id, text: state.text, target, layers: [layer], heads: [head], queries: q, keys: k }, `head-${this.model.id}`);
+      const found = await post("/attention", { ...this.asked(), layers: [layer], heads: [head], queries: q, keys: k }, `head-${this.model.id}`);
       const weights = found.weights[kind][0][0];
       const summary = this.found.kinds[kind].heads[layer][head];
       const picture = { rowNames: queries.slice(...q).map(clean), columnNames: keys.slice(...k).map(clean), weights, offset: [q[0], k[0]] };
@@ -128,6 +152,7 @@ class View {
       drawPicture();
       return [
         el("h3", { text: `Layer ${layer}, head ${head}${summary.name ? `: ${summary.name} (${percent(summary.share)})` : ""}` }),
+        el("p", { class: "note", text: describe(summary) }),
         el("div", { class: "controls" },
           segments("View of the head", [["arcs", "Arcs"], ["matrix", "Matrix"]], state.view, (v) => { state.view = v; drawPicture(); }),
           this.windowControls("queries", queries.length, "start"), this.windowControls("keys", keys.length, "keyStart")),
@@ -162,25 +187,25 @@ function drawMatrix({ rowNames, columnNames, weights, offset }) {
   canvas.style.setProperty("position", "absolute");
   canvas.style.setProperty("left", `${side}px`);
   canvas.style.setProperty("top", `${head}px`);
-  const readout = el("div", { class: "readout", "aria-live": "polite" });
+  const numbers = readout();
   let [row, column] = [0, 0];
-  const point = (r, c) => {
+  const point = (r, c, byKey) => {
     if (!(r >= 0 && r < rowNames.length && c >= 0 && c < columnNames.length)) return;
     [row, column] = [r, c];
     frame.setAttribute("x", side + c * cell);
     frame.setAttribute("y", head + r * cell);
     frame.setAttribute("visibility", "visible");
-    readout.textContent = `${rowNames[r]} (${offset[0] + r}) → ${columnNames[c]} (${offset[1] + c}): ${percent(weights[r][c])}`;
+    numbers.tell(`${rowNames[r]} (${offset[0] + r}) → ${columnNames[c]} (${offset[1] + c}): ${percent(weights[r][c])}`, byKey);
   };
   labels.addEventListener("pointermove", (event) => {
     const box = labels.getBoundingClientRect();
-    point(Math.floor((event.clientY - box.top - head) / cell), Math.floor((event.clientX - box.left - side) / cell));
+    point(Math.floor((event.clientY - box.top - head) / cell), Math.floor((event.clientX - box.left - side) / cell), false);
   });
   labels.addEventListener("keydown", (event) => {
     const [dr, dc] = { ArrowDown: [1, 0], ArrowUp: [-1, 0], ArrowRight: [0, 1], ArrowLeft: [0, -1] }[event.key] ?? [0, 0];
-    if (dr || dc) { event.preventDefault(); point(row + dr, column + dc); }
+    if (dr || dc) { event.preventDefault(); point(row + dr, column + dc, true); }
   });
-  return el("div", {}, el("div", { class: "scroll" }, el("div", { style: { position: "relative", width: `${width}px`, height: `${height}px` } }, canvas, labels)), readout);
+  return el("div", {}, el("div", { class: "scroll" }, el("div", { style: { position: "relative", width: `${width}px`, height: `${height}px` } }, canvas, labels)), numbers.box);
 }
 
 // Queries on the left, keys on the right, a line for each weight; a token shows only its own.
@@ -194,25 +219,31 @@ export function drawArcs({ rowNames, columnNames, weights, offset }) {
   const Y = (i) => 5 + (i + 0.5) * dy;
   const lines = svg("g", {});
   const chart = svg("svg", { viewBox: `0 0 ${width} ${height}`, width, height, role: "group", "aria-label": `Arcs from ${rowNames.length} queries to ${columnNames.length} keys` });
-  const readout = el("div", { class: "readout", "aria-live": "polite" });
+  const numbers = readout();
   const cut = (text) => (text.length > 16 ? `${text.slice(0, 15)}…` : text);
-  function drawLines(row) {
+  function drawLines(row, byKey = false) {
     lines.replaceChildren();
     weights.forEach((own, i) => own.forEach((w, j) => {
       if (w < 0.02 || (row !== null && row !== i)) return;
       lines.append(svg("path", { d: `M${x0} ${Y(i)}C${x0 + 50} ${Y(i)} ${x1 - 50} ${Y(j)} ${x1} ${Y(j)}`, fill: "none", stroke: "var(--accent)", "stroke-width": 0.6 + 4 * w, "stroke-opacity": row === null ? 0.12 + 0.75 * w : 0.25 + 0.75 * w }));
     }));
-    if (row === null) { readout.textContent = "Point at a token on the left to see where it looks."; return; }
+    if (row === null) { numbers.tell("Point at a token on the left to see where it looks."); return; }
     const best = weights[row].map((w, j) => [w, j]).sort((a, b) => b[0] - a[0]).slice(0, 4);
-    readout.textContent = `${rowNames[row]} (${offset[0] + row}) → ${best.map(([w, j]) => `${columnNames[j]} ${percent(w)}`).join(", ")}`;
+    numbers.tell(`${rowNames[row]} (${offset[0] + row}) → ${best.map(([w, j]) => `${columnNames[j]} ${percent(w)}`).join(", ")}`, byKey);
   }
   let held = null;
-  chart.append(lines,
-    ...rowNames.map((name, i) => svg("text", { class: "arc-token mono", x: x0 - 6, y: Y(i) + 4, "text-anchor": "end", "font-size": 12.5, tabindex: 0, role: "button", "aria-label": `Query ${name}`, text: cut(name), on: {
-      pointerenter: () => drawLines(i), pointerleave: () => drawLines(held), focus: () => drawLines(i), blur: () => drawLines(held),
-      click: () => { held = held === i ? null : i; drawLines(held); },
-    } })),
+  const hold = (i) => {
+    held = held === i ? null : i;
+    queries.forEach((query, k) => query.setAttribute("aria-pressed", String(k === held)));
+    drawLines(held);
+  };
+  const queries = rowNames.map((name, i) => svg("text", { class: "arc-token mono", x: x0 - 6, y: Y(i) + 4, "text-anchor": "end", "font-size": 12.5, role: "button", "aria-label": `Query ${name}`, "aria-pressed": "false", text: cut(name), on: {
+    pointerenter: () => drawLines(i), pointerleave: () => drawLines(held), focus: () => drawLines(i, true), blur: () => drawLines(held),
+    click: () => hold(i), keydown: onKeyClick(() => hold(i)),
+  } }));
+  roving(queries);
+  chart.append(lines, ...queries,
     ...columnNames.map((name, j) => svg("text", { class: "mono", x: x1 + 6, y: Y(j) + 4, "font-size": 12.5, text: cut(name) })));
   drawLines(null);
-  return el("div", {}, el("div", { class: "scroll" }, chart), readout);
+  return el("div", {}, el("div", { class: "scroll" }, chart), numbers.box);
 }

@@ -76,7 +76,7 @@ export function lineChart({ series, lines = [], xLabel, yLabel, label, height = 
     if (s.dots || s.points.length === 1) plot.append(...s.points.map(([x, y]) => svg("circle", { class: "dot", cx: percent(X(x)), cy: percent(1 - Y(y)), r: 3.5, style: colour(s) })));
   }
   plot.append(...drawBands(filled, xs, X, xLabel, yLabel));
-  const readout = el("div", { class: "readout", "aria-live": "polite" });
+  const readout = el("div", { class: "readout" });
   addReadout(plot, readout);
   const named = filled.length > 1 || filled[0].name ? filled : [];
   const style = (s) => (s.thin ? "thin" : s.dashed ? "dashed" : "solid");

@@ -33,6 +33,54 @@ export function segments(label, options, value, onChange) {
   return el("div", { class: "buttons", role: "group", "aria-label": label }, buttons);
 }
 
+// Many elements are one tab stop: Tab reaches the current one, and keys move from it. `next` returns the index that a key
+// leads to; `onMove` is called with it. Returns how to make another one current.
+const alongList = (index, key, count) => ({ ArrowDown: index + 1, ArrowRight: index + 1, ArrowUp: index - 1, ArrowLeft: index - 1, Home: 0, End: count - 1 })[key];
+export function roving(elements, { current = 0, next = alongList, onMove = null } = {}) {
+  let at = current;
+  const set = (index) => {
+    elements[at]?.setAttribute("tabindex", "-1");
+    at = index;
+    elements[at]?.setAttribute("tabindex", "0");
+  };
+  elements.forEach((element, index) => {
+    element.setAttribute("tabindex", "-1");
+    element.addEventListener("focus", () => set(index));
+    element.addEventListener("keydown", (event) => {
+      const to = next(index, event.key, elements.length);
+      if (to === undefined || !elements[to]) return;
+      event.preventDefault();
+      elements[to].focus();
+      onMove?.(to);
+    });
+  });
+  set(at);
+  return set;
+}
+
+// What a button of HTML does by itself: Enter and Space are a click. For elements of SVG.
+export const onKeyClick = (call) => (event) => {
+  if (event.key !== "Enter" && event.key !== " ") return;
+  event.preventDefault();
+  call();
+};
+
+// The numbers under a pointer. A screen reader reads out what a key has reached, and nothing while a pointer moves.
+export function readout() {
+  const box = el("div", { class: "readout" });
+  const tell = (content, byKey = false) => {
+    box.setAttribute("aria-live", byKey ? "polite" : "off");
+    box.replaceChildren(...[content].flat());
+  };
+  return { box, tell };
+}
+
+// A closed part of the page; what is in it is made when it is opened first.
+export function details(summary, make) {
+  const box = el("details", { on: { toggle: () => { if (box.open && box.children.length === 1) box.append(make()); } } }, el("summary", { text: summary }));
+  return box;
+}
+
 export const button = (text, onClick, properties) => el("button", { type: "button", text, ...properties, on: { click: onClick } });
 
 export function card(title, note, ...children) {
@@ -73,15 +121,12 @@ export function bars(items, { onPick = null, label = "Probabilities", max = null
       : el("div", { class: classes, title: item.title }, inside);
     list.append(el("li", {}, bar));
   });
-  list.addEventListener("keydown", (event) => {
-    const step = { ArrowDown: 1, ArrowUp: -1 }[event.key];
-    if (!step) return;
-    const buttons = [...list.querySelectorAll("button")];
-    const next = buttons[buttons.indexOf(document.activeElement) + step];
-    if (next) { next.focus(); event.preventDefault(); }
-  });
+  roving([...list.querySelectorAll("button")]);
   return list;
 }
+
+// Tokens in a row. What their colours say is in a table too: no colour and no tooltip reaches everybody.
+export const chips = (label, children) => el("div", { class: "chips", role: "group", "aria-label": label }, children);
 
 // Chips: tokens in colours that change with each word or token.
 export function chip(text, colour, properties, ...children) {

@@ -14,7 +14,7 @@ const MAX_RETRY_MS = 30_000;
 const NOTES_MS = 60_000; // the doctor is asked again about a run that trains
 const COLOURS = ["var(--c0)", "var(--c1)", "var(--c2)", "var(--c3)", "var(--c4)", "var(--c5)"];
 const MAX_POINTS = 600; // of a line
-const state = { shown: null, axis: "step", smooth: true, sample: "The ___ is in the city." };
+const state = { shown: null, axis: "step", smooth: true, sample: "" };
 const runs = new Map(); // name -> summary
 const logs = new Map(); // name -> {version, next, rows, references, maxSteps}
 const notes = new Map(); // name -> what the doctor says
@@ -33,10 +33,13 @@ const listRuns = () => [...runs.values()].sort((a, b) => (b.state === "running")
 const shownRuns = () => listRuns().filter((run) => state.shown?.has(run.name));
 
 async function readLog(run) {
-  const known = logs.get(run) ?? { version: 0, next: 0, rows: [] };
-  const found = await get(`/runs/log?name=${encodeURIComponent(run)}&version=${known.version}&after=${known.next}`, `log-${run}`);
-  const rows = found.version === known.version ? [...known.rows, ...found.rows] : found.rows;
-  logs.set(run, { version: found.version, next: found.next_row, rows, references: found.references, maxSteps: found.run.max_steps, hasAsked: rows.length > 1 });
+  const { version, next, rows: seen } = { version: 0, next: 0, rows: [], ...logs.get(run) };
+  const before = [...seen]; // events append to the log while this waits
+  const found = await get(`/runs/log?name=${encodeURIComponent(run)}&version=${version}&after=${next}`, `log-${run}`);
+  const now = logs.get(run);
+  const isOlder = now?.version === found.version && now.next > found.next_row; // than what events have told meanwhile
+  const rows = isOlder ? now.rows : found.version === version ? [...before, ...found.rows] : found.rows;
+  logs.set(run, { version: found.version, next: isOlder ? now.next : found.next_row, rows, references: found.references, maxSteps: found.run.max_steps, hasAsked: rows.length > 1 });
 }
 
 async function readNotes(run) {
@@ -150,7 +153,7 @@ export function draw(panel) {
       segments("Training loss", [["smooth", "smooth"], ["raw", "raw"]], state.smooth ? "smooth" : "raw", (value) => { state.smooth = value === "smooth"; drawAll(); })),
     chart, details,
     el("h2", { text: "What each checkpoint makes of a text" }),
-    field("A prompt, or a sentence with ___ for a model that fills blanks", sampleInput),
+    field("A prompt, or a sentence with ___ for a model that fills blanks (empty: one that suits the model)", sampleInput),
     el("div", { class: "controls" }, button("Sample the checkpoints", () => sampleRuns(shownRuns().map((run) => run.name)), { class: "main" })),
     samples,
   );

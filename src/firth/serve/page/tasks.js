@@ -3,7 +3,7 @@
 
 import { post } from "/page/api.js";
 import { clean, drawArcs } from "/page/attention.js";
-import { bars, button, card, chip, legend, show, slider, table, textArea } from "/page/components.js";
+import { bars, button, card, chip, chips, details, legend, show, slider, table, textArea } from "/page/components.js";
 import { choose, el, percent } from "/page/dom.js";
 import { keepMap } from "/page/keep.js";
 
@@ -27,7 +27,7 @@ const LABELS = { pair: ["First text", "Second text"], "span-qa": ["Question", "C
 const given = new Map(); // model id and task -> inputs
 keepMap("inputs", given);
 const MAX_ATTENDED = 48; // tokens of a text, and of its translation
-const SALIENT = ["classify", "pair", "regress"];
+const SALIENT = ["classify", "pair", "regress", "choice"];
 
 export function draw(panel, shown, page) {
   const models = choose(shown, page, (model) => Object.keys(model.tasks).length > 0);
@@ -63,7 +63,7 @@ async function classify(model, task, input, kind) {
   const { results: [found] } = await post("/classify", { model: model.id, task, inputs: [value] }, `task-${model.id}-${task}`);
   const parts = [];
   if (found.score !== undefined) parts.push(el("p", {}, "Score: ", el("strong", { text: found.score.toFixed(3) })));
-  else if (found.choice !== undefined) parts.push(bars(found.probabilities.map((p, i) => ({ name: value[1 + i], p, best: i === found.choice })), { label: "Choices", max: 1 }));
+  else if (found.choice !== undefined) parts.push(bars(found.probabilities.map((p, i) => ({ name: value[1 + i], p, best: i === found.choice })), { label: "Choices", max: 1, onPick: (item) => explain(item.name) }));
   const salience = el("div");
   const explain = (label) => show(salience, async () => {
     const why = await post("/salience", { model: model.id, task, input: value, ...(label ? { label } : {}) }, `salience-${model.id}-${task}`);
@@ -72,6 +72,8 @@ async function classify(model, task, input, kind) {
   if (found.probabilities && found.choice === undefined) {
     parts.push(bars(Object.entries(found.probabilities).slice(0, 20).map(([name, p]) => ({ name, p, best: name === found.label })), { label: "Classes", max: 1, onPick: (item) => explain(item.name) }));
     parts.push(el("p", { class: "note", text: "Click a class for the salience of the words for it." }));
+  } else if (found.choice !== undefined) {
+    parts.push(el("p", { class: "note", text: "Click a choice for the salience of the words for it." }));
   }
   if (SALIENT.includes(kind)) explain(null);
   return [...parts, salience];
@@ -79,16 +81,19 @@ async function classify(model, task, input, kind) {
 
 function drawSalience({ tokens, values }) {
   const top = Math.max(1e-9, ...values.map(Math.abs));
-  return el("div", { class: "chips", "aria-label": "Salience of the tokens" }, tokens.map((token, i) => {
+  const side = (value) => (value >= 0 ? "for" : "against");
+  const shown = chips("Salience of the tokens", tokens.map((token, i) => {
     const share = Math.abs(values[i]) / top;
     const colour = values[i] >= 0 ? "var(--c0)" : "var(--c1)";
-    return el("span", { class: "chip", title: `${values[i] >= 0 ? "for" : "against"}: ${values[i].toFixed(4)}`, style: { background: `color-mix(in srgb, ${colour} ${Math.round(75 * share)}%, transparent)` } }, token);
+    return el("span", { class: "chip", title: `${side(values[i])}: ${values[i].toFixed(4)}`, style: { background: `color-mix(in srgb, ${colour} ${Math.round(75 * share)}%, transparent)` } }, token);
   }));
+  const strongest = tokens.map((token, i) => [token, side(values[i]), values[i].toFixed(4)]).sort((a, b) => Math.abs(b[2]) - Math.abs(a[2]));
+  return [shown, details("Salience in numbers, the strongest first", () => table(["token", "speaks", "salience"], strongest))];
 }
 
 async function tag(model, task, input) {
   const { results: [found] } = await post("/tag", { model: model.id, task, inputs: [input.text] }, `task-${model.id}-${task}`);
-  if (found.words) return el("div", { class: "chips" }, found.words.map((word, i) => chip(`${word} `, model.labels[task].indexOf(found.tags[i]), {}, el("span", { class: "tag", text: found.tags[i] }))));
+  if (found.words) return chips(`Tags of ${model.id}`, found.words.map((word, i) => chip(`${word} `, model.labels[task].indexOf(found.tags[i]), {}, el("span", { class: "tag", text: found.tags[i] }))));
   const types = [...new Set(model.labels[task].map((label) => label.replace(/^[BIESLU]-/, "")))].filter((label) => label !== "O");
   const characters = [...input.text];
   const parts = [];

@@ -1,7 +1,7 @@
 // Tokens: a text under the tokenizers of the models, and as each pretraining objective sees it.
 
 import { post } from "/page/api.js";
-import { button, card, chip, choice, facts, legend, maskFigure, show, slider, table, textArea } from "/page/components.js";
+import { button, card, chip, chips, choice, details, facts, legend, maskFigure, show, slider, table, textArea } from "/page/components.js";
 import { debounce, el } from "/page/dom.js";
 import { keepFields } from "/page/keep.js";
 
@@ -39,7 +39,7 @@ export function draw(panel, shown) {
   }
 
   panel.replaceChildren(
-    el("p", { class: "lead", text: "Each token has its colour; point at one for its id and bytes." }),
+    el("p", { class: "lead", text: "Each token has its colour. Ids and bytes are in the table below them." }),
     box,
     el("div", { class: "columns" }, boxes.map(({ model, box }) => card(model.id, `${model.tokenizer}, ${model.vocab_size.toLocaleString("en")} tokens`, box))),
     el("h2", { text: "The same text as each objective sees it" }),
@@ -62,23 +62,23 @@ async function tokenView(model) {
   const characters = [...state.text];
   const slice = ([start, end]) => characters.slice(start, end).join("");
   let colour = -1;
-  const chips = [];
+  const coloured = [];
   let last = 0;
   found.tokens.forEach((token, i) => {
     const offset = found.offsets[i];
     if (!offset) return;
     const [start, end] = offset;
-    if (start > last) chips.push(chip(slice([last, start]), null));
+    if (start > last) coloured.push(chip(slice([last, start]), null));
     const text = slice([Math.max(start, last), end]);
     colour++;
     const hex = [...new TextEncoder().encode(text)].map((b) => b.toString(16).padStart(2, "0")).join(" ");
-    chips.push(chip(text || token, colour, { title: `${token}, id ${found.ids[i]}, bytes ${hex || "none of its own"}` }));
+    coloured.push(chip(text || token, colour, { title: `${token}, id ${found.ids[i]}, bytes ${hex || "none of its own"}` }));
     last = Math.max(last, end);
   });
   return [
     facts([["tokens", found.ids.length], ["words", words.length], ["pieces per word", words.length ? (found.ids.length / words.length).toFixed(2) : "–"], ["bytes per token", found.ids.length ? (bytes / found.ids.length).toFixed(2) : "–"]]),
-    el("div", { class: "chips", "aria-label": `Tokens of ${model.id}` }, chips),
-    el("details", {}, el("summary", { text: "Token by token" }), table(["token", "id", "text", "bytes"], found.tokens.map((token, i) => {
+    chips(`Tokens of ${model.id}`, coloured),
+    details("Token by token", () => table(["token", "id", "text", "bytes"], found.tokens.map((token, i) => {
       const text = found.offsets[i] ? slice(found.offsets[i]) : "";
       return [token, found.ids[i], JSON.stringify(text), new TextEncoder().encode(text).length];
     }))),
@@ -96,9 +96,10 @@ function objectiveCard(view) {
   return card(view.name, note,
     view.sequences.map((sequence) => [
       view.sequences.length > 1 ? el("div", { class: "group-label", text: sequence.name }) : null,
-      el("div", { class: "chips", "aria-label": `${view.name}: ${sequence.name}` }, sequence.tokens.map((token) => chip(token.text, null, { class: `${token.kind === "text" ? "" : token.kind}${token.is_target ? " best" : ""}`, title: `${token.kind}, id ${token.id}` }, token.original ? el("span", { class: "was", text: token.original }) : null))),
+      chips(`${view.name}: ${sequence.name}`, sequence.tokens.map((token) => chip(token.text, null, { class: `${token.kind === "text" ? "" : token.kind}${token.is_target ? " best" : ""}`, title: `${token.kind}, id ${token.id}` }, token.original ? el("span", { class: "was", text: token.original }) : null))),
     ]),
     view.notes.map((text) => el("p", { class: "note", text })),
     el("div", { class: "figures" }, view.masks.map((mask) => maskFigure(mask, 84))),
-    el("details", {}, el("summary", { text: "Settings" }), el("p", { class: "note", text: view.description })));
+    details("Token by token", () => table(["sequence", "token", "kind", "replaces", "loss", "id"], view.sequences.flatMap((sequence) => sequence.tokens.map((token) => [sequence.name, JSON.stringify(token.text), token.kind, token.original, token.is_target ? "yes" : "", token.id])))),
+    details("Settings", () => el("p", { class: "note", text: view.description })));
 }

@@ -1,7 +1,7 @@
 // Vectors: words in their contexts as points, by layer; several models beside each other, a static one among them.
 
 import { post } from "/page/api.js";
-import { bars, card, field, show, slider, textArea } from "/page/components.js";
+import { bars, card, field, onKeyClick, readout, roving, show, slider, textArea } from "/page/components.js";
 import { debounce, el, percent, roomFor, svg } from "/page/dom.js";
 import { keepFields, keepMap } from "/page/keep.js";
 
@@ -72,21 +72,27 @@ function drawMap(words, { points, shares, neighbours }, texts, label) {
     svg("text", { x: width / 2, y: height - 5, "text-anchor": "middle", "font-size": 12, class: "quiet", text: `first component, ${percent(shares[0])} of the variance` }),
     svg("text", { "text-anchor": "middle", "font-size": 12, class: "quiet", transform: `translate(11 ${height / 2}) rotate(-90)`, text: `second component, ${percent(shares[1])}` }),
     links);
-  const detail = el("div", { class: "readout", "aria-live": "polite" });
+  const detail = readout();
   const near = el("div");
   const context = (word) => [...texts[word.text]].join("");
-  function point(i) {
+  function point(i, byKey = false) {
     links.replaceChildren(...neighbours[i].slice(0, 3).map(([j]) => svg("line", { x1: X(xs[i]), y1: Y(ys[i]), x2: X(xs[j]), y2: Y(ys[j]), stroke: "var(--quiet)", "stroke-dasharray": "3 3" })));
     const text = [...texts[words[i].text]];
-    detail.replaceChildren(`${words[i].text + 1}: `, text.slice(0, words[i].start).join(""), el("strong", { text: words[i].word }), text.slice(words[i].end).join(""));
+    detail.tell([`${words[i].text + 1}: `, text.slice(0, words[i].start).join(""), el("strong", { text: words[i].word }), text.slice(words[i].end).join("")], byKey);
     near.replaceChildren(bars(neighbours[i].map(([j, cosine]) => ({ name: `${words[j].word} (${words[j].text + 1})`, p: Math.max(cosine, 0), label: cosine.toFixed(2), title: context(words[j]) })), { label: "Nearest words", max: 1 }));
   }
-  words.forEach((word, i) => {
+  const marks = words.map((word, i) => {
     const colour = `var(${COLOURS[names.indexOf(word.word.toLowerCase()) % COLOURS.length]})`;
-    chart.append(svg("g", { class: "point", tabindex: 0, role: "button", "aria-label": `${word.word} in line ${word.text + 1}`, on: { pointerenter: () => point(i), focus: () => point(i), click: () => point(i) } },
+    return svg("g", { class: "point", role: "button", "aria-label": `${word.word} in line ${word.text + 1}`, on: { pointerenter: () => point(i), focus: () => point(i, true), click: () => point(i), keydown: onKeyClick(() => point(i, true)) } },
       svg("circle", { cx: X(xs[i]), cy: Y(ys[i]), r: 5, fill: colour }),
-      svg("text", { x: X(xs[i]) + 8, y: Y(ys[i]) + 4, "font-size": 12, text: word.word }, svg("tspan", { "font-size": 9, class: "quiet", dy: -4, text: ` ${word.text + 1}` }))));
+      svg("text", { x: X(xs[i]) + 8, y: Y(ys[i]) + 4, "font-size": 12, text: word.word }, svg("tspan", { "font-size": 9, class: "quiet", dy: -4, text: ` ${word.text + 1}` })));
   });
-  detail.textContent = "Point at a word.";
-  return el("div", { class: "figure" }, chart, detail, near);
+  chart.append(...marks);
+  // Arrow keys go to the next word to that side.
+  const order = (values) => values.map((_, i) => i).sort((a, b) => values[a] - values[b] || a - b);
+  const [byX, byY] = [order(xs), order(ys)];
+  const step = (sorted, i, by) => sorted[sorted.indexOf(i) + by];
+  roving(marks, { next: (i, key) => ({ ArrowRight: step(byX, i, 1), ArrowLeft: step(byX, i, -1), ArrowUp: step(byY, i, 1), ArrowDown: step(byY, i, -1), Home: byX[0], End: byX.at(-1) })[key] });
+  detail.tell("Point at a word.");
+  return el("div", { class: "figure" }, chart, detail.box, near);
 }

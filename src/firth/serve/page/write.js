@@ -1,14 +1,15 @@
 // Write: the next token with its rivals, under temperature, top-k and top-p; streaming; beams as a tree.
 
 import { isAbort, post, stop, stream } from "/page/api.js";
-import { bars, button, card, show, slider, textArea } from "/page/components.js";
-import { choose, debounce, el, percent, say, svg } from "/page/dom.js";
+import { bars, button, card, details, show, slider, table, textArea } from "/page/components.js";
+import { choose, count, debounce, el, percent, say, svg } from "/page/dom.js";
 import { keep, keepFields } from "/page/keep.js";
 
 export const name = "write";
 export const title = "Write";
 
 const TEMPERATURES = Array.from({ length: 30 }, (_, i) => Math.round((i + 1) * 5) / 50); // 0.1 to 3
+const TOP_PS = Array.from({ length: 19 }, (_, i) => (i + 1) / 20); // 0.05 to 0.95
 const TOP = 200; // tokens that are fetched
 const SHOWN = 14; // bars
 const settings = { prompt: "The", temperature: 1, topK: 0, topP: 1, newTokens: 40, beams: 3, beamTokens: 6 };
@@ -17,27 +18,34 @@ keepFields("write", settings);
 keep("columns", () => [...columns].map(([id, { context, ids, texts }]) => [id, { context, ids, texts, found: null }]),
   (entries) => entries.forEach(([id, column]) => columns.set(id, column)));
 
-// The distribution after temperature, top-k and top-p, in this order; exact, because `rest` has what is not listed.
-export function warp(tokens, restLogsumexp, numRest, { temperature, topK, topP }) {
+// The distribution after temperature, top-k and top-p, in this order. It is exact: the server sums up the tokens that are
+// not listed, those of them that top-p keeps, and those that tie with the last listed one.
+// rest: {num, logsumexp, numTied, kept: [number, logsumexp]}; the answer has how many of them stay, and their share.
+export function warp(tokens, rest, { temperature, topK, topP }) {
   const scaled = tokens.map((token) => token.logprob / temperature);
-  const top = scaled[0];
-  const weights = scaled.map((s) => Math.exp(s - top));
-  let rest = restLogsumexp === null || numRest === 0 ? 0 : Math.exp(restLogsumexp - top);
+  const weights = scaled.map((s) => Math.exp(s - scaled[0]));
+  const massOf = (logsumexp) => (logsumexp === null ? 0 : Math.exp(logsumexp - scaled[0]));
+  const last = weights.at(-1);
+  const total = (others) => weights.reduce((a, b) => a + b, others.mass);
+  const none = { num: 0, mass: 0 };
+  let others = { num: rest.num, mass: massOf(rest.logsumexp) };
   if (topK > 0) {
-    rest = 0;
     const floor = scaled[Math.min(topK, scaled.length) - 1]; // tokens that tie with the k-th stay, as in the sampler
     scaled.forEach((s, i) => { if (s < floor) weights[i] = 0; });
+    others = floor === scaled.at(-1) ? { num: rest.numTied, mass: rest.numTied * last } : none;
   }
-  let total = weights.reduce((a, b) => a + b, rest);
   if (topP < 1) {
+    const wanted = topP * total(others);
     let sum = 0;
     let kept = 0;
-    while (kept < weights.length && (kept === 0 || sum < topP * total) && weights[kept] > 0) sum += weights[kept++];
-    for (let i = kept; i < weights.length; i++) weights[i] = 0;
-    if (sum >= topP * total || kept < weights.length) rest = 0;
-    total = weights.reduce((a, b) => a + b, rest);
+    while (kept < weights.length && (kept === 0 || sum < wanted) && weights[kept] > 0) sum += weights[kept++];
+    weights.fill(0, kept);
+    if (kept < weights.length || sum >= wanted) others = none;
+    else if (topK > 0) { const num = Math.min(others.num, Math.ceil((wanted - sum) / last)); others = { num, mass: num * last }; }
+    else others = { num: rest.kept[0], mass: massOf(rest.kept[1]) };
   }
-  return { p: weights.map((w) => w / total), rest: rest / total };
+  const all = total(others);
+  return { p: weights.map((w) => w / all), rest: others.mass / all, numRest: others.num };
 }
 
 const continues = (model) => model.architecture !== "encoder-decoder" && !Object.values(model.tasks).includes("lm");
@@ -69,7 +77,7 @@ export function draw(panel, shown, state) {
     el("div", { class: "controls" }, el("div", { class: "buttons" },
       button("Write", () => views.forEach((view) => view.write()), { class: "main", title: "Ctrl+Enter" }),
       button("Stop", () => views.forEach((view) => view.stop())),
-      button("Draw one token", () => views.forEach((view) => view.drawToken())),
+      button("Draw one token", () => views.forEach((view) => view.drawToken()), { title: `One of the ${TOP} likeliest` }),
       button("Search beams", () => views.forEach((view) => view.search())),
       button("Back to the prompt", () => views.forEach((view) => view.restart())))),
     models.length ? el("div", { class: "columns" }, views.map((view) => view.box)) : el("p", { text: "None of these models can write. An encoder fills blanks: see Fill." }),
@@ -83,19 +91,20 @@ class Column {
     this.model = model;
     this.state = columnOf(model);
     this.turn = 0; // counts restarts: what an earlier turn streams is dropped
-    this.text = el("div", { class: "passage", role: "log", "aria-label": `Text of ${model.id}` });
+    this.text = el("div", { class: "passage", role: "group", "aria-label": `Text of ${model.id}` });
+    this.written = el("div", { class: "unseen", role: "log", "aria-label": `New text of ${model.id}` }); // read out when it is whole
     this.bars = el("div");
     this.tree = el("div");
     this.note = el("div", { class: "note" });
-    this.box = card(model.id, this.note, this.text, this.bars, this.tree);
+    this.box = card(model.id, this.note, this.text, this.written, this.bars, this.tree);
     this.drawText();
   }
 
-  drawText(streamed = "") {
+  drawText(streamed = null) {
     const { context, texts } = this.state;
     const given = el("span", { class: "given", text: context });
     const taken = texts.map((token) => el("span", { class: "new", title: token.p === undefined ? null : percent(token.p), text: token.text }));
-    const rest = streamed ? el("span", { class: "new", text: streamed }) : null;
+    const rest = streamed ? el("span", { class: "new" }, streamed) : null;
     this.text.replaceChildren(...(continues(this.model) ? [given] : []), ...taken, ...(rest ? [rest] : []));
     if (!this.text.textContent) this.text.replaceChildren(el("span", { class: "given", text: "(the answer)" }));
   }
@@ -115,7 +124,7 @@ class Column {
     this.bars.inert = true;
     const hadFocus = this.bars.contains(document.activeElement);
     this.ready = show(this.bars, async () => {
-      const body = { model: this.model.id, prompt: this.state.context, new_tokens: this.state.ids, top: TOP, temperatures: TEMPERATURES };
+      const body = { model: this.model.id, prompt: this.state.context, new_tokens: this.state.ids, top: TOP, temperatures: TEMPERATURES, top_ps: TOP_PS };
       this.state.found = await post("/next", body, `next-${this.model.id}`);
       return this.makeBars();
     }).then((isLast) => {
@@ -126,24 +135,30 @@ class Column {
   }
 
   distribution() {
-    const { tokens, rest_logsumexp: rests, num_rest: numRest } = this.state.found;
-    const at = TEMPERATURES.reduce((best, t, i) => (Math.abs(t - settings.temperature) < Math.abs(TEMPERATURES[best] - settings.temperature) ? i : best), 0);
-    return warp(tokens, rests[at], numRest, settings);
+    const { tokens, rest_logsumexp: rests, num_rest: num, num_tied: numTied, nucleus } = this.state.found;
+    const nearest = (values, value) => values.reduce((best, v, i) => (Math.abs(v - value) < Math.abs(values[best] - value) ? i : best), 0);
+    const at = nearest(TEMPERATURES, settings.temperature);
+    return warp(tokens, { num, logsumexp: rests[at], numTied, kept: nucleus[at][nearest(TOP_PS, settings.topP)] }, settings);
   }
 
   makeBars() {
     const { tokens, num_rest: numRest, entropy } = this.state.found;
-    const { p, rest } = this.distribution();
+    const { p, rest, numRest: numKept } = this.distribution();
     const items = tokens.slice(0, SHOWN).map((token, i) => ({ name: token.is_end ? `${token.text.trim()} (end)` : token.text, p: p[i], cut: p[i] === 0, token, title: `id ${token.id}, log-probability ${token.logprob.toFixed(3)}` }));
     const hidden = p.slice(SHOWN).reduce((a, b) => a + b, rest);
     const others = tokens.length - items.length + numRest;
-    if (others > 0) items.push({ name: `${others.toLocaleString("en")} others`, p: hidden, rest: true });
+    const stay = p.slice(SHOWN).filter((share) => share > 0).length + numKept;
+    if (others > 0) items.push({ name: `${count(others)} others`, p: hidden, rest: true });
     this.note.textContent = `entropy ${entropy.toFixed(2)} nats`;
-    return bars(items, { label: `Next token of ${this.model.id}`, onPick: (item) => this.take(item.token, item.p) });
+    const numbers = () => table(["token", "id", "log-probability", "now"], [
+      ...tokens.slice(0, SHOWN).map((token, i) => [token.text, String(token.id), token.logprob.toFixed(3), percent(p[i])]),
+      [`${count(others)} others`, "", `${count(stay)} stay`, percent(hidden)],
+    ]);
+    return [bars(items, { label: `Next token of ${this.model.id}`, onPick: (item) => this.take(item.token, item.p) }), details("Numbers", numbers)];
   }
 
   drawBars() {
-    if (this.state.found) this.bars.replaceChildren(this.makeBars());
+    if (this.state.found) this.bars.replaceChildren(...this.makeBars());
   }
 
   take(token, p) {
@@ -173,22 +188,24 @@ class Column {
     const sampling = { temperature: settings.temperature, ...(settings.topK ? { top_k: settings.topK } : {}), ...(settings.topP < 1 ? { top_p: settings.topP } : {}) };
     const room = model.max_length && continues(model) && state.found ? model.max_length - state.found.prompt_tokens.length : Infinity;
     const body = { model: model.id, prompt: state.context, max_new_tokens: Math.max(1, Math.min(settings.newTokens, room)), seed: Math.floor(Math.random() * 2 ** 31), ...sampling };
-    let text = "";
+    const streamed = document.createTextNode(""); // grows: what is there already is not drawn again
     try {
       await stream("/generate", body, `write-${model.id}`, (event) => {
         if (turn !== this.turn) return;
-        text += event.text;
+        streamed.appendData(event.text);
         if (event.tokens) state.ids = event.tokens;
-        this.drawText(text);
+        if (streamed.length && !streamed.isConnected) this.drawText(streamed);
       });
     } catch (error) {
       if (!isAbort(error)) this.bars.replaceChildren(el("p", { class: "error", role: "alert", text: error.message }));
       if (!isAbort(error)) return;
     }
     if (turn !== this.turn) return;
+    const text = streamed.data;
     if (!state.ids.length && continues(model)) state.context += text;
     else state.texts = [{ text }];
     this.drawText();
+    this.written.replaceChildren(el("p", { text: text || "Nothing: the text has ended." }));
     this.fetch();
   }
 
@@ -203,10 +220,11 @@ class Column {
   }
 
   search() {
-    const prompt = continues(this.model) ? this.state.context + this.state.texts.map((token) => token.text).join("") : this.state.context;
+    const { context: prompt, ids } = this.state;
     show(this.tree, async () => {
-      const found = await post("/beams", { model: this.model.id, prompt, num_beams: settings.beams, max_new_tokens: settings.beamTokens }, `beams-${this.model.id}`);
-      return [el("h2", { text: "Beams" }), drawTree(found), bars(found.sequences.map((sequence) => ({ name: sequence.text, p: Math.exp(sequence.score), label: sequence.score.toFixed(2) })), { label: "Texts that the search found, with their scores" })];
+      const found = await post("/beams", { model: this.model.id, prompt, new_tokens: ids, num_beams: settings.beams, max_new_tokens: settings.beamTokens }, `beams-${this.model.id}`);
+      return [el("h2", { text: "Beams" }), drawTree(found), bars(found.sequences.map((sequence) => ({ name: sequence.text, p: Math.exp(sequence.score), label: sequence.score.toFixed(2) })), { label: "Texts that the search found, with their scores" }),
+        details("Every candidate", () => table(["token", "after", "probability", "score", ""], found.nodes.slice(1).map((node) => [node.text, found.nodes[node.parent].text, percent(Math.exp(node.logprob)), node.score.toFixed(3), node.fate])))];
     });
   }
 }
