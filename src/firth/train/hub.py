@@ -110,8 +110,8 @@ def list_uploads(folder: Path) -> dict[str, Path]:
     manifest = read_manifest(folder)
     if manifest.get("kind") not in PUSHED_KINDS:
         raise UserError(
-            f"{folder} is of kind {shorten(manifest.get('kind'))}: only models are pushed, such as RUN/final, and exports for "
-            "Hugging Face, ONNX and GGUF."
+            f"{folder} is of kind {shorten(manifest.get('kind'))}: only models are pushed, such as RUN/final, and "
+            "exports for Hugging Face, ONNX and GGUF."
         )
     files = {name: fact for name, fact in manifest["files"].items() if name != MODEL_CARD_FILE}  # people edit a card
     if defect := next((defect for name in files if (defect := find_file_defect(folder, name, files[name]))), None):
