@@ -13,6 +13,7 @@ from collections import Counter
 from collections.abc import Callable
 from functools import partial
 from itertools import groupby
+from typing import Literal
 
 from firth.core.errors import UserError, did_you_mean, shorten
 
@@ -68,7 +69,7 @@ def repair_word_script(word: str) -> str:
     return repaired if len(repaired) == len(word) else word
 
 
-def normalize_unicode(form: str, text: str) -> str:
+def normalize_unicode(form: Literal["NFC", "NFKC"], text: str) -> str:
     """Return NFC or NFKC in linear time: `unicodedata` sorts marks by insertion, so they are sorted before."""
     if not text.isascii():
         text = MANY_MARKS.sub(lambda match: sort_marks(match[0]), text)
