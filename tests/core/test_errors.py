@@ -89,7 +89,7 @@ SHOWN_WHOLE = {
 
 
 def find_raw_option_values(source: str) -> list[str]:
-    """Return `--option {value}` of messages where the value is a variable that no helper cuts."""
+    """Return `--option {value}` of messages where the value is a variable, not a constant, that no helper cuts."""
     calls = [node for node in ast.walk(ast.parse(source)) if isinstance(node, ast.Call)]
     errors = [call for call in calls if isinstance(call.func, ast.Name) and call.func.id == "UserError"]
     found = []
@@ -97,7 +97,7 @@ def find_raw_option_values(source: str) -> list[str]:
         for before, value in zip(text.values, text.values[1:], strict=False):
             if isinstance(before, ast.Constant) and re.search(r"--[a-z][a-z-]*[ =]$", str(before.value)):
                 inner = value.value if isinstance(value, ast.FormattedValue) else value
-                if isinstance(inner, ast.Name) and inner.id not in SHOWN_WHOLE:
+                if isinstance(inner, ast.Name) and inner.id not in SHOWN_WHOLE and not inner.id.isupper():
                     found.append(f"{str(before.value)[-20:]}{inner.id}")
     return found
 

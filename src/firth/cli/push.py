@@ -13,7 +13,7 @@ PUSH_EXAMPLES = """
 firth push run/final me/animals                # private
 firth push topics me/topics --public           # the final model of a run
 firth push run/checkpoint-1000 me/animals --revision step-1000
-firth push gguf me/animals-gguf                # a folder of export --format gguf
+firth push gguf me/animals-gguf                # of export --format gguf
 """
 
 

@@ -103,7 +103,7 @@ def merge_recipe(
     if requested.engine.compile_regions is None:
         resolved["engine"] = replace(requested.engine, compile_regions=saved.engine.compile_regions)
     paths = {name: getattr(requested, name) for name in PATH_FIELDS if is_same_path(saved, requested, name)}
-    compute = {name: getattr(requested, name) for name in COMPUTE_FIELDS}
+    compute = {name: getattr(requested, name) for name in COMPUTE_FIELDS if hasattr(requested, name)}
     saved, requested = (
         replace(saved, **paths, **compute),
         keep_global_batch_size(saved, replace(requested, **resolved), allow_change),
