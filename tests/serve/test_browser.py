@@ -45,6 +45,13 @@ NAMELESS = """() => [...document.querySelectorAll(
 }).map((e) => e.outerHTML.slice(0, 120))"""
 
 
+# Whether the selected tab is on the screen: a phone shows some of the tabs at a time.
+IN_VIEW = """(() => {
+  const box = document.querySelector("[role=tab][aria-selected=true]").getBoundingClientRect();
+  return box.left >= 0 && box.right <= innerWidth + 1;
+})()"""
+
+
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("runs")
@@ -160,6 +167,7 @@ def test_arrow_keys_move_between_tabs(page: Any, address: str) -> None:
         page.keyboard.press("ArrowRight")
         seen.append(page.evaluate("document.activeElement.id.replace('tab-', '')"))
         assert page.get_attribute("#panel", "aria-labelledby") == f"tab-{seen[-1]}"
+        assert page.evaluate(IN_VIEW), f"the tab {seen[-1]} is outside of the screen"
     assert set(seen) == set(TABS)
     page.keyboard.press("Home")
     assert page.evaluate("location.hash") == "#write"

@@ -50,10 +50,14 @@ function drawModels() {
 
 function drawTabs() {
   const list = document.getElementById("tabs");
+  const hadFocus = list.contains(document.activeElement);
   list.replaceChildren(...TABS.filter((tab) => tab !== runs || state.hasRuns).map((tab) => el("button", {
     type: "button", role: "tab", id: `tab-${tab.name}`, "aria-selected": String(tab === state.tab), "aria-controls": "panel",
     tabindex: tab === state.tab ? "0" : "-1", text: tab.title, on: { click: () => select(tab) },
   })));
+  const selected = list.querySelector("[aria-selected=true]");
+  selected?.scrollIntoView({ block: "nearest", inline: "nearest" }); // a phone shows some of the tabs
+  if (hadFocus) selected?.focus();
 }
 
 document.getElementById("tabs").addEventListener("keydown", (event) => {

@@ -3,7 +3,7 @@
 import { post } from "/page/api.js";
 import { button, card, decodeCells, maskFigure, onKeyClick, paintCells, readout, roving, segments, show, textArea } from "/page/components.js";
 import { lineChart } from "/page/chart.js";
-import { choose, debounce, el, percent, svg } from "/page/dom.js";
+import { choose, debounce, el, percent, roomFor, svg } from "/page/dom.js";
 import { keepFields, keepMap } from "/page/keep.js";
 
 export const name = "attention";
@@ -39,7 +39,7 @@ class View {
     if (!picked.has(model.id)) picked.set(model.id, { kind: null, layer: 0, head: 0, start: 0, keyStart: 0, permutation: null });
     this.at = picked.get(model.id);
     this.body = el("div");
-    this.box = card(model.id, `${model.family}, ${model.num_layers} layers`, this.body);
+    this.box = card(model.id, `${model.family}, ${model.num_layers} ${model.num_layers === 1 ? "layer" : "layers"}`, this.body);
   }
 
   // What every request of this model asks for.
@@ -92,7 +92,7 @@ class View {
     const parts = [
       this.model.abilities.includes("permutation") ? this.orderControls() : null,
       kinds.length > 1 ? segments("Kind of attention", kinds.map((k) => [k, k]), this.at.kind, (k) => { this.at.kind = k; this.body.replaceChildren(...this.make().filter(Boolean)); }) : null,
-      el("div", { class: "figures" }, el("div", { class: "scroll" }, grid), el("div", { class: "figures" }, kind.masks.map((mask) => maskFigure(mask, 92)))),
+      el("div", { class: "figures head-grid" }, el("div", { class: "scroll" }, grid), el("div", { class: "figures" }, kind.masks.map((mask) => maskFigure(mask, 92)))),
       this.large,
       el("details", { open: true }, el("summary", { text: "Layers by entropy and distance" }), this.layerChart(kind)),
     ];
@@ -214,9 +214,11 @@ export function drawArcs({ rowNames, columnNames, weights, offset }) {
   const rows = Math.max(rowNames.length, columnNames.length);
   const height = rows * dy + 10;
   const x0 = 24 + 7.6 * Math.min(16, Math.max(...rowNames.map((name) => name.length)));
-  const x1 = x0 + 150;
-  const width = x1 + 24 + 7.6 * Math.min(16, Math.max(...columnNames.map((name) => name.length)));
+  const right = 24 + 7.6 * Math.min(16, Math.max(...columnNames.map((name) => name.length)));
+  const x1 = x0 + Math.max(150, Math.min(300, roomFor(620) - x0 - right));
+  const width = x1 + right;
   const Y = (i) => 5 + (i + 0.5) * dy;
+  const bend = (x1 - x0) / 3;
   const lines = svg("g", {});
   const chart = svg("svg", { viewBox: `0 0 ${width} ${height}`, width, height, role: "group", "aria-label": `Arcs from ${rowNames.length} queries to ${columnNames.length} keys` });
   const numbers = readout();
@@ -225,7 +227,7 @@ export function drawArcs({ rowNames, columnNames, weights, offset }) {
     lines.replaceChildren();
     weights.forEach((own, i) => own.forEach((w, j) => {
       if (w < 0.02 || (row !== null && row !== i)) return;
-      lines.append(svg("path", { d: `M${x0} ${Y(i)}C${x0 + 50} ${Y(i)} ${x1 - 50} ${Y(j)} ${x1} ${Y(j)}`, fill: "none", stroke: "var(--accent)", "stroke-width": 0.6 + 4 * w, "stroke-opacity": row === null ? 0.12 + 0.75 * w : 0.25 + 0.75 * w }));
+      lines.append(svg("path", { d: `M${x0} ${Y(i)}C${x0 + bend} ${Y(i)} ${x1 - bend} ${Y(j)} ${x1} ${Y(j)}`, fill: "none", stroke: "var(--accent)", "stroke-width": 0.6 + 4 * w, "stroke-opacity": row === null ? 0.12 + 0.75 * w : 0.25 + 0.75 * w }));
     }));
     if (row === null) { numbers.tell("Point at a token on the left to see where it looks."); return; }
     const best = weights[row].map((w, j) => [w, j]).sort((a, b) => b[0] - a[0]).slice(0, 4);

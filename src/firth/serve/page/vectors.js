@@ -34,7 +34,7 @@ class View {
   constructor(model) {
     this.model = model;
     this.body = el("div");
-    this.box = card(model.id, model.num_layers ? `${model.family}, ${model.num_layers} layers` : "static vectors", this.body);
+    this.box = card(model.id, model.num_layers ? `${model.family}, ${model.num_layers} ${model.num_layers === 1 ? "layer" : "layers"}` : "static vectors", this.body);
   }
 
   fetch() {

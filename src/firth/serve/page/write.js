@@ -223,7 +223,7 @@ class Column {
     const { context: prompt, ids } = this.state;
     show(this.tree, async () => {
       const found = await post("/beams", { model: this.model.id, prompt, new_tokens: ids, num_beams: settings.beams, max_new_tokens: settings.beamTokens }, `beams-${this.model.id}`);
-      return [el("h2", { text: "Beams" }), drawTree(found), bars(found.sequences.map((sequence) => ({ name: sequence.text, p: Math.exp(sequence.score), label: sequence.score.toFixed(2) })), { label: "Texts that the search found, with their scores" }),
+      return [el("h2", { text: "Beams" }), drawTree(found), table(["text that the search found", "score"], found.sequences.map((sequence) => [sequence.text.trim() || "(the end)", sequence.score.toFixed(2)])),
         details("Every candidate", () => table(["token", "after", "probability", "score", ""], found.nodes.slice(1).map((node) => [node.text, found.nodes[node.parent].text, percent(Math.exp(node.logprob)), node.score.toFixed(3), node.fate])))];
     });
   }
@@ -245,8 +245,8 @@ export function drawTree({ nodes, sequences }) {
   place(0);
   const best = new Set();
   for (let i = sequences[0]?.node ?? 0; i >= 0; i = nodes[i].parent) best.add(i);
-  const [dx, dy, pad] = [116, 24, 12];
-  const width = pad * 2 + Math.max(...depth) * dx + 96;
+  const [dx, dy, pad, cell] = [132, 24, 12, 106]; // a cell has a token and its probability; a curve leads to the next
+  const width = pad * 2 + Math.max(...depth) * dx + cell + 4;
   const height = pad * 2 + rows * dy;
   const X = (i) => pad + depth[i] * dx;
   const Y = (i) => pad + row[i] * dy + dy / 2;
@@ -254,7 +254,7 @@ export function drawTree({ nodes, sequences }) {
   const colour = (i) => (best.has(i) ? "var(--accent)" : nodes[i].fate === "finished" ? "var(--good)" : "var(--quiet)");
   nodes.forEach((node, i) => {
     if (node.parent < 0) return;
-    const [x0, x1] = [X(node.parent) + (node.parent ? 92 : 8), X(i)];
+    const [x0, x1] = [X(node.parent) + (node.parent ? cell + 2 : 8), X(i)];
     tree.append(svg("path", { d: `M${x0} ${Y(node.parent)}C${x0 + 12} ${Y(node.parent)} ${x1 - 12} ${Y(i)} ${x1} ${Y(i)}`, fill: "none", stroke: colour(i), "stroke-width": best.has(i) ? 2.4 : 0.6 + 2.4 * Math.exp(node.logprob), "stroke-opacity": node.fate === "dropped" ? 0.3 : 0.9 }));
   });
   nodes.forEach((node, i) => {
@@ -263,7 +263,9 @@ export function drawTree({ nodes, sequences }) {
     tree.append(svg("g", { opacity: node.fate === "dropped" ? 0.5 : 1 },
       svg("title", { text: `${shown}: ${percent(Math.exp(node.logprob))}, score ${node.score.toFixed(3)}, ${node.fate}` }),
       svg("text", { x: X(i) + 4, y: Y(i) + 4, "font-size": 12, class: "mono", "font-weight": best.has(i) ? 700 : 400, text: shown.length > 9 ? `${shown.slice(0, 8)}…` : shown }),
-      svg("text", { x: X(i) + 90, y: Y(i) + 4, "font-size": 10, class: "quiet", "text-anchor": "end", text: node.fate === "finished" ? "end" : percent(Math.exp(node.logprob)) })));
+      svg("text", { x: X(i) + cell, y: Y(i) + 4, "font-size": 10, class: "quiet", "text-anchor": "end", text: node.fate === "finished" ? "end" : percent(Math.exp(node.logprob)) })));
   });
-  return el("div", { class: "tree", tabindex: 0, role: "region", "aria-label": "Beams" }, tree);
+  const box = el("div", { class: "tree", tabindex: 0, role: "region", "aria-label": "Beams" }, tree);
+  requestAnimationFrame(() => (box.scrollTop = Y(0) - box.clientHeight / 2)); // a high tree begins at its root
+  return box;
 }
