@@ -18,6 +18,7 @@ from tasks.small import CPU, WORDS, model_for, parts
 from tasks.test_resume import stop_in_seed
 
 from firth.core.errors import UserError
+from firth.evaluate.report import write_run_report
 from firth.models import Model, load_model
 from firth.tasks import FinetuneRecipe, finetune, make_task
 from firth.tasks.preference import (
@@ -451,6 +452,11 @@ def test_single_answers_have_the_loss_kto_by_default(
     assert json.loads((tmp_path / "run" / "final" / "task.json").read_text())["preference"]["loss"] == "kto"
     assert "preference_loss: null" in (tmp_path / "run" / "recipe.yaml").read_text()
     assert made("", PAIRS)[0].preference.loss == "dpo"
+    results = json.loads((tmp_path / "run" / "results.json").read_text())
+    examples = read_labelled(tmp_path / "answers.jsonl", "preference")
+    page = write_run_report(tmp_path / "run", results, examples).read_text()
+    for text in ("Share of the pairs of each batch", "or good, answers of each batch", "as KTO estimates it"):
+        assert text in page
     with pytest.raises(UserError, match="label_smoothing is for dpo and simpo, not for kto"):
         made("", LABELLED, label_smoothing=0.1)
 

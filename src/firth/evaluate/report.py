@@ -369,15 +369,22 @@ def add_loss_curves(page: HtmlPage, checkpoint: Path) -> None:
 
 
 def add_pair_curves(page: HtmlPage, logs: Mapping[str, Sequence[Mapping[str, Any]]]) -> None:
-    """Add accuracy and margin of the training batches, for a run on pairs of answers."""
+    """Add accuracy, margin and rewards of the training batches, for a run on pairs of answers or on labelled ones."""
     captions = {
-        "accuracy": "Share of the pairs of each batch whose chosen answer has the higher reward.",
+        "accuracy": "Share of the pairs of each batch whose chosen answer has the higher reward; of single answers, of "
+        "those whose reward has the sign of their label.",
         "margin": "Mean reward of the chosen answers of each batch less that of the rejected ones.",
+        "reward_chosen": "Mean reward of the chosen, or good, answers of each batch.",
+        "reward_rejected": "Mean reward of the rejected, or bad, answers of each batch.",
+        "kl": "How far the model has moved, as KTO estimates it from answers of other prompts.",
     }
     steps = {name: [line for line in log if "loss" in line] for name, log in logs.items()}
-    if not any("margin" in line for log in steps.values() for line in log):
+    logged = {key for log in steps.values() for line in log for key in line}
+    if not logged & {"reward_chosen", "reward_rejected"}:
         return
     for metric, caption in captions.items():
+        if metric not in logged:
+            continue
         series = [Series(name, log_points(log, metric)) for name, log in steps.items()]
         page.add_chart(line_chart(series, Axis("step"), Axis(metric)), caption)
 
