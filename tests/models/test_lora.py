@@ -14,9 +14,11 @@ from firth.core.errors import UserError
 from firth.models import LMHead, Model, load_model, make_model
 from firth.models.config import LearnedPosition, ModelConfig
 from firth.models.hf.adapter import layer_name_pattern, write_adapter
-from firth.models.lora import LoRAConfig, LoRALinear, add_lora, has_lora
+from firth.models.lora import LoRAConfig, LoRALinear, add_lora, has_lora, train_new_tokens
 from firth.models.presets import PRESETS, bert, gpt2, t5
 from firth.models.task_heads import with_classification_head
+from firth.train.recipe import FreezeSchedule
+from firth.train.unfreeze import ever_trainable
 
 peft = pytest.importorskip("peft")
 transformers = pytest.importorskip("transformers")
@@ -70,6 +72,33 @@ def test_a_layer_by_hand() -> None:
     assert layer.lora_delta(x, 2).tolist() == [3 * 300]
     assert layer.lora_delta(x, 1).tolist() == [3 * 80, 3 * 300]
     assert (layer.merged_weight() @ x).tolist() == layer(x).tolist()
+
+
+@pytest.mark.parametrize("name", ["gpt2", "llama", "t5"])
+def test_rows_of_new_tokens_are_trained_alone(name: str, tmp_path: Path) -> None:
+    """Tokens 40 to 44 of 50: rows that a published model has left over. The output is tied (gpt2), or its own."""
+    config = CONFIGS.get(name) or shrunk(name)
+    torch.manual_seed(0)
+    plain = make_model(config).eval()
+    plain.save(tmp_path / "base")
+    model = load_model(tmp_path / "base").eval()
+    spec = LoRAConfig(rank=2)
+    add_lora(model, model.config, spec)
+    train_new_tokens(model, 40, 44)
+    assert torch.equal(answer(model, config), answer(plain, config))
+    names = {n for n in ever_trainable(model, FreezeSchedule()) if not n.endswith(("lora_a", "lora_b"))}
+    assert names == {"embed.tokens.lora_rows"}
+    with torch.no_grad():
+        model.embed.tokens.lora_rows.add_(torch.randn(4, 1))
+        plain.embed.tokens.weight[40:44] = model.embed.tokens.lora_rows
+    torch.testing.assert_close(answer(model, config), answer(plain, config), rtol=0, atol=1e-5)
+    model.save(tmp_path / "merged")
+    assert torch.equal(load_model(tmp_path / "merged").embed.tokens.weight, plain.embed.tokens.weight)
+    (tmp_path / "adapter").mkdir()
+    write_adapter(model, spec, str(tmp_path / "base"), tmp_path / "adapter")
+    theirs = getattr(transformers, AUTO[name]).from_pretrained(tmp_path / "base")
+    theirs = peft.PeftModel.from_pretrained(theirs, tmp_path / "adapter").eval()
+    torch.testing.assert_close(answer(theirs, config), answer(model, config), rtol=0, atol=1e-5)
 
 
 def test_initial_outputs_are_unchanged() -> None:
