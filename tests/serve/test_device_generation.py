@@ -14,7 +14,7 @@ import torch
 
 from firth.generate.device_decode import supports_device_decode
 from firth.serve import served_model
-from firth.serve.batching import BatchWorker, Job, Operation, Result
+from firth.serve.batching import MAX_JOIN_WAIT_S, BatchWorker, Job, Operation, Result, RunningBatch
 from firth.serve.device_generation import MAX_IDLE_DECODES
 
 LONG = "the cat sat on the mat and the dog sat on the river"
@@ -115,6 +115,48 @@ def test_a_job_joins_a_running_batch() -> None:
 
     asyncio.run(submit())
     assert begun == [1]
+
+
+def test_a_batch_is_closed_for_a_job_that_waits() -> None:
+    """Four batches run and are joined. The oldest takes no more jobs for a fifth setting, or for one with many rows."""
+
+    def run(arriving: list[Job]) -> Iterator[None]:
+        while True:
+            yield
+
+    operation = Operation("join", run, has_steps=True, capacity=lambda rows: 3)
+    worker = BatchWorker("none", 8, 0.0, max_queue=64)
+    worker.running = [RunningBatch([Job(operation, name, None)]) for name in "abcd"]
+
+    def arrive(settings: str, waited_s: float = 0.0, num_rows: int = 1) -> Job:
+        job = Job(operation, settings, None, num_rows)
+        job.arrival_s = time.monotonic() - waited_s
+        worker.waiting.append(job)
+        return job
+
+    def begin() -> list[Job]:
+        """What the computing thread does between two steps."""
+        if jobs := worker.next_batch():
+            joined = worker.find_joinable(jobs[0])
+            worker.running.append(RunningBatch(jobs)) if joined is None else joined.join(jobs)
+        return jobs
+
+    fifth = arrive("e")
+    joining = arrive("a")
+    assert begin() == [joining]  # the fifth has not waited for long
+    fifth.arrival_s -= MAX_JOIN_WAIT_S
+    late, other = arrive("a"), arrive("b")
+    assert begin() == [other]
+    assert begin() == []
+    assert [batch.is_closed for batch in worker.running] == [True, False, False, False]
+    del worker.running[0]  # it has ended
+    assert begin() == [fifth]
+    large = arrive("b", MAX_JOIN_WAIT_S, num_rows=3)  # two of three rows are taken
+    late.arrival_s -= MAX_JOIN_WAIT_S
+    assert begin() == []
+    assert [batch.is_closed for batch in worker.running] == [True, True, False, False]  # those of b and c
+    del worker.running[:2]
+    assert [begin(), begin()] == [[late], [large]]
 
 
 def test_a_job_that_does_not_fit_begins_another_batch(connect: Any, in_slots: None) -> None:

@@ -8,7 +8,9 @@ Each model has one thread that computes. An operation is a generator over a batc
 each request its answer as soon as that is complete. The thread advances all running batches in turn, one step each.
 So a classification does not wait for the end of a long text, and a text that begins later may end earlier. At most
 `MAX_RUNNING_BATCHES` batches of several steps run at once: what arrives meanwhile waits, and forms a larger batch.
-Where an operation has a `capacity`, jobs join a running batch that has rows left (continuous batching).
+Where an operation has a `capacity`, jobs join a running batch that has rows left (continuous batching). Such a batch
+might never end while its settings are asked for: once a job with other settings has waited for `MAX_JOIN_WAIT_S`, the
+oldest batch is closed. It takes no more jobs, ends with those that it has, and the waiting job begins in its place.
 
 The server's event loop hands over a `Job` and reads its events. A job whose client has gone is marked as cancelled;
 the operation drops its rows at the next step.
@@ -27,6 +29,7 @@ from firth.core.errors import UserError
 from firth.serve.errors import ApiError, queue_full_error, stopping_error, to_api_error
 
 MAX_RUNNING_BATCHES = 4  # batches of several steps
+MAX_JOIN_WAIT_S = 1.0  # that a job waits while others join all running batches
 
 
 class Piece(NamedTuple):
@@ -68,6 +71,11 @@ class Job:
         self.arrival_s = 0.0
         self.loop: asyncio.AbstractEventLoop | None = None  # the one that reads the events
 
+    @property
+    def key(self) -> tuple[str, Any]:
+        """What jobs of one batch have in common."""
+        return self.operation.name, self.settings
+
     def cancel(self) -> None:
         """Give up the answer: nobody reads it."""
         self.is_cancelled = True
@@ -93,12 +101,17 @@ class RunningBatch:
         self.operation, self.settings, self.jobs = jobs[0].operation, jobs[0].settings, list(jobs)
         self.arriving = list(jobs)  # not yet taken by the operation
         self.steps = self.operation.run(self.arriving)
+        self.is_closed = False  # no job can join any more
         num_rows = sum(job.num_rows for job in jobs)
         self.capacity = num_rows if self.operation.capacity is None else self.operation.capacity(num_rows)
 
     def can_join(self, job: Job) -> bool:
-        is_same = (self.operation.name, self.settings) == (job.operation.name, job.settings)
-        return self.operation.capacity is not None and is_same and job.num_rows <= self.num_free_rows
+        is_open = self.operation.capacity is not None and not self.is_closed
+        return is_open and self.key == job.key and job.num_rows <= self.num_free_rows
+
+    @property
+    def key(self) -> tuple[str, Any]:
+        return self.operation.name, self.settings
 
     @property
     def num_free_rows(self) -> int:
@@ -174,6 +187,7 @@ class BatchWorker:
         with self.changed:
             while not self.is_stopping:
                 self.drop_cancelled()
+                self.close_batches()
                 batch = self.matching_jobs()
                 left_s = batch[0].arrival_s + self.batch_wait_s - time.monotonic() if batch else None
                 is_full = sum(job.num_rows for job in batch) >= self.max_batch_size
@@ -190,9 +204,32 @@ class BatchWorker:
     def drop_cancelled(self) -> None:
         self.waiting = deque(job for job in self.waiting if job.is_open)
 
+    @property
+    def can_begin_steps(self) -> bool:
+        """Whether one more batch of several steps can run."""
+        return sum(batch.operation.has_steps for batch in self.running) < MAX_RUNNING_BATCHES
+
+    def close_batches(self) -> None:
+        """Close the oldest running batches, as many as there are settings that have waited too long for a place."""
+        if self.can_begin_steps:
+            return
+        closed = {batch.key for batch in self.running if batch.is_closed}
+        latest_s = time.monotonic() - MAX_JOIN_WAIT_S
+        starving = {
+            job.key
+            for job in self.waiting
+            if job.operation.has_steps
+            and job.arrival_s < latest_s
+            and job.key not in closed  # it waits for a batch that ends soon
+            and self.find_joinable(job) is None
+        }
+        can_close = [batch for batch in self.running if batch.operation.capacity is not None and not batch.is_closed]
+        for batch in can_close[: max(0, len(starving) - len(closed))]:
+            batch.is_closed = True
+
     def matching_jobs(self) -> list[Job]:
         """Return the oldest job that may begin, and those behind it that fit into its batch."""
-        can_begin = sum(batch.operation.has_steps for batch in self.running) < MAX_RUNNING_BATCHES
+        can_begin = self.can_begin_steps
         first = next(
             (
                 job
@@ -205,10 +242,10 @@ class BatchWorker:
             return []
         joined = self.find_joinable(first)
         limit = self.max_batch_size if joined is None else joined.num_free_rows
-        key, batch, num_rows = (first.operation.name, first.settings), list[Job](), 0
+        batch, num_rows = list[Job](), 0
         for job in self.waiting:
             fits = num_rows + job.num_rows <= limit or not batch
-            if fits and (job.operation.name, job.settings) == key:
+            if fits and job.key == first.key:
                 batch.append(job)
                 num_rows += job.num_rows
         return batch
