@@ -7,9 +7,11 @@ import io
 import json
 from collections.abc import Callable, Mapping
 from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -17,17 +19,20 @@ import firth
 from firth.cli.main import app
 from firth.core.errors import UserError
 from firth.core.files import write_json
+from firth.evaluate.long_inputs import begins_word, encode_in_windows, split_at_words
 from firth.evaluate.predict import Predictor
 from firth.evaluate.predict_input import TaskInput
 from firth.evaluate.predict_output import format_prediction, mark_spans, write_predictions
 from firth.generate import GeneratedSequence
 from firth.models import Model, load_model, make_model
 from firth.tasks import TASK_FILE, make_task
+from firth.tasks.head_task import HeadTask
 from firth.tasks.prompts import encode_messages
 from firth.tasks.recipe import read_task_file
 from firth.text import Example
 from firth.train import ComputeConfig
 
+LENGTH = 24  # positions of the encoder
 CPU = ComputeConfig(torch.device("cpu"), bf16=False, compile=False)
 Ask = Callable[..., Path]
 TASK_FACTS: dict[str, dict[str, Any]] = {
@@ -132,21 +137,97 @@ def test_equal_to_the_pipeline_of_transformers(tuned: Ask, sentences: list[str],
         assert all(text[s["start"] : s["end"]] == s["text"] for s in record["spans"])
 
 
-def test_a_long_text_is_read_in_windows(topics: Path, sentences: list[str]) -> None:
-    """Probabilities are averaged over windows that cover the whole text; a short text is not touched."""
-    predictor = Predictor(topics)
+LONG_TASKS = [("classify", "bert"), ("classify", "gpt2"), ("regress", "bert"), ("pair", "bert"), ("choice", "bert")]
+
+
+@pytest.mark.parametrize(("task", "family"), LONG_TASKS)
+def test_a_long_text_is_read_in_windows(tuned: Ask, sentences: list[str], task: str, family: str) -> None:
+    """The mean over windows that begin at words and cover the longest text, each with the whole other texts."""
+    predictor = Predictor(tuned(task, family))
+    assert isinstance(predictor.task, HeadTask)
+    long, tokenizer = " ".join(sentences), predictor.task.tokenizer
+    texts = {"pair": ["the cat", long], "choice": [long, "the cat", "a river"]}.get(task, [long])
+    cut = texts.index(long)
+    others = max((len(ids) for ids in tokenizer.encode_batch([text for text in texts if text != long])), default=0)
+    size = predictor.task.template.max_text_tokens(min(2, len(texts))) - others
+    offsets = tokenizer.encode_with_offsets([long])[0].offsets
+    spans = split_at_words(long, offsets, size)
+    assert len(spans) > 2
+    parts = [long[offsets[start][0] : offsets[end - 1][1]] for start, end in spans]
+    assert all(begins_word(long, offsets[start][0]) for start, _ in spans)
+    assert (parts[0], parts[-1]) == (long[: len(parts[0])], long[-len(parts[-1]) :])
+    assert all(b[0] < a[1] for a, b in pairwise(spans))
+    each = predictor.predict([[*texts[:cut], part, *texts[cut + 1 :]] for part in parts])
+    assert not predictor.notices
+    (record,) = predictor.predict([texts])
+    assert predictor.notices == ["1 input was longer than a row: read in overlapping windows, and averaged over them."]
+    fields = {"regress": ["score"]}.get(task, ["probabilities"])
+    for name in fields:
+        values = [
+            r[name] if isinstance(r[name], list | float) else [r[name][key] for key in record[name]] for r in each
+        ]
+        found = record[name] if isinstance(record[name], list | float) else list(record[name].values())
+        assert found == pytest.approx(np.mean(values, axis=0), abs=1e-5)
+
+
+def test_long_texts_are_tokenized_once_and_together(topics: Path, sentences: list[str]) -> None:
+    task, calls = Predictor(topics).task, list[list[str]]()
+    assert isinstance(task, HeadTask)
     long = " ".join(sentences)
-    example = predictor.reader.read(long, 1).example
-    windows = predictor.split_long_text(example)
-    assert len(windows) > 1
-    assert windows[0].texts[0] == long[: len(windows[0].texts[0])]
-    assert windows[-1].texts[0] == long[-len(windows[-1].texts[0]) :]
-    (record,) = predictor.predict([long])
-    each = predictor.predict([window.texts[0] for window in windows])
-    mean = sum(r["probabilities"]["animal"] for r in each) / len(each)
-    assert record["probabilities"]["animal"] == pytest.approx(mean, abs=1e-5)
-    assert "longer than a row: read in overlapping windows" in predictor.notices[0]
-    assert len(predictor.split_long_text(predictor.reader.read("We saw it", 1).example)) == 1
+    examples = [Example(i, (text,)) for i, text in enumerate(["We saw it", long, "the cat", long[1:]])]
+
+    class Counting:
+        def __init__(self, tokenizer: Any) -> None:
+            self.tokenizer = tokenizer
+
+        def __getattr__(self, name: str) -> Any:
+            return getattr(self.tokenizer, name)
+
+        def encode_batch(self, texts: list[str]) -> Any:
+            calls.append(texts)
+            return self.tokenizer.encode_batch(texts)
+
+        def encode_with_offsets(self, texts: list[str]) -> Any:
+            calls.append(texts)
+            return self.tokenizer.encode_with_offsets(texts)
+
+    plain = task.encode(examples[::2])
+    task.tokenizer = Counting(task.tokenizer)  # type: ignore[assignment]
+    windows = encode_in_windows(task, examples)
+    assert calls == [["We saw it", "the cat"], [long, long[1:]]]
+    assert [len(own) > 1 for own in windows] == [False, True, False, True]
+    assert [own[0] for own in windows[::2]] == plain
+
+
+def test_a_pair_of_long_texts_is_cut_and_counted_once(tuned: Ask, sentences: list[str]) -> None:
+    """The shorter text has half of the row."""
+    predictor = Predictor(tuned("pair"))
+    long = " ".join(sentences)
+    predictor.predict([[long, long[:-40]]])
+    assert predictor.notices[0].startswith("1 input was longer than a row")
+    assert predictor.notices[1].startswith("1 text was")
+
+
+def test_the_vector_of_a_long_text_is_the_mean_over_its_windows(tuned: Ask, sentences: list[str]) -> None:
+    predictor = Predictor(tuned("embed"))
+    long, tokenizer = " ".join(sentences), predictor.task.tokenizer
+    offsets = tokenizer.encode_with_offsets([long])[0].offsets
+    spans = split_at_words(long, offsets, LENGTH - 2, overlaps=False)
+    assert [start for start, _ in spans[1:]] == [end for _, end in spans[:-1]]
+    parts = [long[offsets[start][0] : offsets[end - 1][1]] for start, end in spans]
+    vectors = [r["vector"] for r in predictor.predict(parts)]
+    mean = np.average(vectors, axis=0, weights=[end - start for start, end in spans])
+    short, record = predictor.predict(["We saw", long])
+    assert record["vector"] == pytest.approx(mean / np.linalg.norm(mean), abs=1e-5)
+    assert short["vector"] == pytest.approx(predictor.predict(["We saw"])[0]["vector"], abs=1e-5)
+    assert predictor.notices[0].startswith("1 input was longer than a row")
+
+
+def test_a_text_that_is_cut_is_counted(tuned: Ask, sentences: list[str]) -> None:
+    """Labels that are written as text have no windows."""
+    predictor = Predictor(tuned("classify", "t5", answer="text", max_seq_length=12))
+    predictor.predict([" ".join(sentences), "the cat"])
+    assert predictor.notices[0] == "1 text was longer than 12 tokens, and cut."
 
 
 DIALOGUE = [

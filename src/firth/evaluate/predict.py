@@ -5,8 +5,8 @@
 
 An input is a text, a list of texts (a pair; question and context; context and choices) or a record with the columns of
 the training file. Inputs are sorted by length before they are packed into rows, so batches have little padding. A text
-that exceeds the model's row is read in overlapping windows: tags and answers come from the window with the most
-context, probabilities and scores are averaged over the windows.
+that exceeds the model's row is read in windows: tags and answers come from the window with the most context;
+probabilities, scores and vectors are averaged over the windows (`long_inputs.py`).
 
 A checkpoint without task.json, such as one of `transformers`, is used by the head that its config names.
 """
@@ -21,30 +21,30 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 
 from firth.core.console import format_count
 from firth.core.errors import UserError
 from firth.evaluate.embed import embed_texts, normalize_rows
+from firth.evaluate.likelihood import resolve_max_length
+from firth.evaluate.long_inputs import encode_in_windows, has_windows, split_at_words
 from firth.evaluate.predict_input import TEXT_ROLES, InputReader, PredictInput, TaskInput
 from firth.evaluate.predictions import PredictionRecord, Predictions
 from firth.generate import GenerationConfig, generate_sequences
+from firth.generate.decode_state import require_tokenizer
 from firth.generate.loop import ended_by_choice
 from firth.generate.text import make_prompt_texts
 from firth.metrics.tagging import are_span_tags, extract_entity_spans
-from firth.models import EncoderDecoder, Head, Model
+from firth.models import EmbeddingHead, EncoderDecoder, Head, Model, make_sequence_template
 from firth.models.config import MultiTaskHead
 from firth.tasks import Prediction
-from firth.tasks.classify import ClassificationTask
 from firth.tasks.finetuned import load_finetuned
 from firth.tasks.head_task import HeadTask
 from firth.tasks.logits_runner import BATCH_TOKENS, AheadRunner
 from firth.tasks.prompts import encode_dialogue_prompts
-from firth.tasks.regress import RegressionTask
-from firth.tasks.span_qa import split_context_windows
 from firth.tasks.task import batch_indices_by_length
 from firth.tasks.text_to_text import LabelRankingTask, TextToTextTask
-from firth.text import Example
 from firth.train import ComputeConfig, TrainingConfig, choose_compute
 
 BATCH_SIZES = {"cpu": 32, "cuda": 256}  # on a GPU, launching the kernels of a small batch takes longer than its work
@@ -79,7 +79,7 @@ class Predictor:
         self.batch_size = batch_size or BATCH_SIZES.get(self.compute.device.type, BATCH_SIZES["cpu"])
         if self.compute.device.type == "cuda" and isinstance(self.task, HeadTask):
             self.task.logits_runner = AheadRunner(model, self.compute, 0 if batch_size else BATCH_TOKENS)
-        self.num_windowed_texts = self.num_cut_answers = 0
+        self.num_windowed_inputs = self.num_cut_answers = 0
         self.generation_config = self.make_generation_config(max_new_tokens)
 
     def place_model(self, model: Model, compute: ComputeConfig, is_own: bool) -> Model:
@@ -119,12 +119,12 @@ class Predictor:
     @property
     def notices(self) -> list[str]:
         """Messages about long texts, complete after the last prediction."""
-        count = format_count(self.num_windowed_texts, "text was", "texts were")
+        count = format_count(self.num_windowed_inputs, "input was", "inputs were")
         windowed = f"{count} longer than a row: read in overlapping windows, and averaged over them."
         limit = self.generation_config.max_new_tokens if self.generation_config else 0
         answers = format_count(self.num_cut_answers, "answer was", "answers were")
         cut = f"{answers} cut at {format_count(limit, 'new token')}, or at the model's last position: --max-new-tokens."
-        shown = ((windowed, self.num_windowed_texts), (cut, self.num_cut_answers))
+        shown = ((windowed, self.num_windowed_inputs), (cut, self.num_cut_answers))
         return [*(notice for notice, count in shown if count), *self.task.notices]
 
     def predict(self, inputs: Iterable[PredictInput]) -> Predictions:
@@ -152,38 +152,54 @@ class Predictor:
             return self.embed(inputs)
         if self.task.name == "lm":
             return self.write(inputs)
-        windows = [self.split_long_text(task_input.example) for task_input in inputs]
-        items = self.task.encode([window for own in windows for window in own])
+        examples = [task_input.example for task_input in inputs]
+        if isinstance(self.task, HeadTask) and has_windows(self.task):
+            windows = encode_in_windows(self.task, examples)
+        else:
+            windows = [[item] for item in self.task.encode(examples)]
+        self.num_windowed_inputs += sum(len(own) > 1 for own in windows)
+        items = [window for own in windows for window in own]
         order = sorted(range(len(items)), key=lambda i: items[i].num_tokens)
         computed = self.task.predict(self.model, [items[i] for i in order], self.compute, self.batch_size)
         in_order = iter([p for _, p in sorted(zip(order, computed, strict=True), key=lambda pair: pair[0])])
         return [average_predictions([next(in_order) for _ in own]) for own in windows]
 
-    def split_long_text(self, example: Example) -> list[Example]:
-        """Return the example, or its windows if its only text exceeds a row and has one label."""
-        if not isinstance(self.task, ClassificationTask | RegressionTask) or len(example.texts) > 1 or example.spans:
-            return [example]
-        text, max_tokens = example.texts[0], self.task.template.max_text_tokens(1)
-        if len(text.encode()) <= max_tokens:  # a token has at least one byte
-            return [example]
-        encoding = self.task.tokenizer.encode_with_offsets([text])[0]
-        if len(encoding.ids) <= max_tokens:
-            return [example]
-        self.num_windowed_texts += 1
-        bounds = [
-            (encoding.offsets[start][0], encoding.offsets[start + size - 1][1])
-            for start, size in split_context_windows(len(encoding.ids), max_tokens)
-        ]
-        return [example._replace(texts=(text[start:end],)) for start, end in bounds]
-
     def embed(self, inputs: Sequence[TaskInput]) -> list[Any]:
         """Return the vector of each text, or the cosine of two texts."""
         texts = [text for task_input in inputs for text in task_input.example.texts]
-        vectors, found = iter(embed_texts(self.model, texts)), []
+        vectors, found = iter(self.embed_in_windows(texts)), []
         for task_input in inputs:
             own = [next(vectors) for _ in task_input.example.texts]
             a, b = (normalize_rows(vector[None])[0] for vector in (own[0], own[-1]))
             found.append(own[0] if len(own) == 1 else float(a @ b))
+        return found
+
+    def embed_in_windows(self, texts: Sequence[str]) -> list[np.ndarray]:
+        """Return the vector of each text. That of a long text is the mean over its windows, weighted by their tokens.
+
+        A head gives vectors of length 1, and so has their mean.
+        """
+        tokenizer, head = require_tokenizer(self.model), self.model.config.head
+        trained_length = head.max_length if isinstance(head, EmbeddingHead) else 0
+        special_tokens = make_sequence_template(self.model.config, tokenizer.vocab).num_special_tokens()
+        max_tokens = resolve_max_length(self.model, trained_length) - special_tokens
+        parts: list[list[str]] = [[text] for text in texts]
+        sizes: list[list[int]] = [[1] for _ in texts]
+        long = [i for i, text in enumerate(texts) if len(text.encode()) > max_tokens]
+        encodings = tokenizer.encode_with_offsets([texts[i] for i in long]) if long else []
+        for i, encoding in zip(long, encodings, strict=True):
+            if len(encoding.ids) > max_tokens:
+                self.num_windowed_inputs += 1
+                windows = split_at_words(texts[i], encoding.offsets, max_tokens, overlaps=False)
+                bounds = [(encoding.offsets[start][0], encoding.offsets[end - 1][1]) for start, end in windows]
+                parts[i] = [texts[i][first:last] for first, last in bounds]
+                sizes[i] = [end - start for start, end in windows]
+        vectors = iter(embed_texts(self.model, [part for own in parts for part in own]))
+        found = []
+        for own in sizes:
+            mean = np.average([next(vectors) for _ in own], axis=0, weights=own).astype(np.float32)
+            is_unit = len(own) > 1 and isinstance(head, EmbeddingHead)
+            found.append(normalize_rows(mean[None])[0] if is_unit else mean)
         return found
 
     def write(self, inputs: Sequence[TaskInput]) -> list[Prediction]:

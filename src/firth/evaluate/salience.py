@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 
 from firth.core.errors import UserError, quote
+from firth.evaluate.long_inputs import encode_in_windows
 from firth.evaluate.predict import Predictor
 from firth.evaluate.predict_input import TaskInput
 from firth.generate.decode_state import eval_mode
@@ -58,7 +59,7 @@ def salience_of_input(predictor: Predictor, task_input: TaskInput, label: str | 
         example = example._replace(texts=(example.texts[0], label), target=0)
     task = copy(task)
     task.has_short_rows = True
-    items = task.encode(predictor.split_long_text(example)[:1])
+    items = encode_in_windows(task, [example])[0][:1]
     batch = task.collate(items)
     embedded: list[Tensor] = []
 

@@ -23,9 +23,14 @@ class ChoiceTask(HeadTask):
         return head_for_task(config, "choice")
 
     def encode(self, examples: Sequence[Example]) -> list[EncodedExample]:
-        pairs = [(e.texts[0], candidate) for e in examples for candidate in e.texts[1:]]
-        sequences = iter(self.template.encode_texts(pairs))
-        return [EncodedExample(tuple(next(sequences) for _ in e.texts[1:]), e.target) for e in examples]
+        ids = iter(self.tokenizer.encode_batch([text for e in examples for text in e.texts]))
+        return [self.build_item([next(ids) for _ in e.texts], e) for e in examples]
+
+    def build_item(self, ids: Sequence[list[int]], example: Example) -> EncodedExample:
+        """Return the item of an example whose texts are tokenized: the context with each candidate."""
+        context, *candidates = ids
+        pairs = (self.template.truncate_and_build(context, candidate) for candidate in candidates)
+        return EncodedExample(tuple(pairs), example.target)
 
     def add_labels(self, packed: PackedBatch, items: Sequence[EncodedExample]) -> Batch:
         group_A = np.repeat(np.arange(len(items)), [len(item.sequences) for item in items])

@@ -23,8 +23,12 @@ class ClassificationTask(HeadTask):
         return head_for_task(config, "classify", self.labels)
 
     def encode(self, examples: Sequence[Example]) -> list[EncodedExample]:
-        sequences = self.template.encode_texts([e.texts for e in examples])
-        return [EncodedExample((s,), self.encode_label(e)) for s, e in zip(sequences, examples, strict=True)]
+        ids = iter(self.tokenizer.encode_batch([text for e in examples for text in e.texts]))
+        return [self.build_item([next(ids) for _ in e.texts], e) for e in examples]
+
+    def build_item(self, ids: Sequence[list[int]], example: Example) -> EncodedExample:
+        """Return the item of an example whose texts are tokenized."""
+        return EncodedExample((self.template.truncate_and_build(*ids),), self.encode_label(example))
 
     def encode_label(self, example: Example) -> int:
         return IGNORE_INDEX if example.target is None else self.label_id(example.target, example)

@@ -36,15 +36,14 @@ class RegressionTask(HeadTask):
         return super().metadata() | {"texts": self.num_texts}
 
     def encode(self, examples: Sequence[Example]) -> list[EncodedExample]:
-        sequences = iter(self.template.encode_texts([texts for e in examples for texts in self.text_orders(e)]))
-        items = []
-        for e in examples:
-            answer = math.nan if e.target is None else float(e.target)
-            items.append(EncodedExample(tuple(next(sequences) for _ in self.text_orders(e)), answer))
-        return items
+        ids = iter(self.tokenizer.encode_batch([text for e in examples for text in e.texts]))
+        return [self.build_item([next(ids) for _ in e.texts], e) for e in examples]
 
-    def text_orders(self, example: Example) -> list[tuple[str, ...]]:
-        return [example.texts, example.texts[::-1]][: self.sequences_per_label]
+    def build_item(self, ids: Sequence[list[int]], example: Example) -> EncodedExample:
+        """Return the item of an example whose texts are tokenized, in one order or in both."""
+        answer = math.nan if example.target is None else float(example.target)
+        orders = [ids, ids[::-1]][: self.sequences_per_label]
+        return EncodedExample(tuple(self.template.truncate_and_build(*order) for order in orders), answer)
 
     def add_labels(self, packed: PackedBatch, items: Sequence[EncodedExample]) -> Batch:
         return packed.batch._replace(

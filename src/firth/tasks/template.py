@@ -75,12 +75,8 @@ class TaskTemplate:
         ids, token_type_ids = self.sequence_template.apply(a, b)
         return EncodedSequence(ids, token_type_ids, (len(ids) - 1 if self.reads_last_token else 0,))
 
-    def encode_texts(self, texts: Sequence[tuple[str, ...]]) -> list[EncodedSequence]:
-        """Encode tuples of one text or two; of two the longer one is truncated first."""
-        ids = iter(self.tokenizer.encode_batch([text for group in texts for text in group]))
-        return [self.truncate_and_build(*(next(ids) for _ in group)) for group in texts]
-
     def truncate_and_build(self, a: list[int], b: list[int] | None = None) -> EncodedSequence:
+        """Encode one text or two; of two the longer one is truncated first."""
         if b is None:
             self.num_truncated += len(a) > self.max_text_tokens(1)
             return self.build_inputs(a[: self.max_text_tokens(1)])
