@@ -12,18 +12,20 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from tokenizers import normalizers
 
 from firth import api
 from firth.core.errors import UserError
 from firth.evaluate.onnx_check import MAX_ONNX_DIFFERENCE, OnnxModel, Session, compare_with_onnxruntime
 from firth.evaluate.onnx_export import OPSET, export_graph, quantize_file, sum_bytes, write_onnx
 from firth.evaluate.onnx_graph import Graph, make_graphs
+from firth.evaluate.token_check import SCRIPT_TEXTS
 from firth.models import Model, ModelConfig, make_model
 from firth.models import presets as p
 from firth.models.config import ALiBi, BiLSTMConfig, GeneratorConfig, SlidingWindow
 from firth.models.task_heads import head_for_task
 from firth.objectives import Batch
-from firth.tokens import train_tokenizer
+from firth.tokens import Tokenizer, train_tokenizer
 
 pytest.importorskip("onnx")
 pytest.importorskip("onnxscript")
@@ -206,19 +208,82 @@ def test_data_need_the_head_of_a_task(saved: Callable[[str], Path], tmp_path: Pa
         write_onnx(saved("gpt2"), tmp_path / "out", data=tmp_path / "dev.jsonl")
 
 
-@pytest.mark.skipif(shutil.which("node") is None, reason="needs node")
-@pytest.mark.parametrize("lowercase", [False, True])
-def test_the_page_for_browsers_makes_the_same_token_ids(lowercase: bool, corpus_file: Path, tmp_path: Path) -> None:
+BROWSER_PAGE = Path(__file__).parents[2] / "docs" / "browser.html"
+needs_node = pytest.mark.skipif(shutil.which("node") is None, reason="needs node")
+
+
+def run_node(script: str, folder: Path) -> str:
+    (folder / "script.mjs").write_text(script, encoding="utf-8")
+    done = subprocess.run(["node", "script.mjs"], cwd=folder, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+@needs_node
+@pytest.mark.parametrize(("lowercase", "strip_accents"), [(False, False), (True, False), (True, None), (False, True)])
+def test_the_page_for_browsers_makes_the_same_token_ids(
+    lowercase: bool, strip_accents: bool | None, corpus_file: Path, tmp_path: Path
+) -> None:
+    """Published lowercase BERTs have `strip_accents` null: they strip accents, as `lowercase` says."""
     texts = corpus_file.read_text(encoding="utf-8").split("\n\n")
-    tokenizer = train_tokenizer(texts, "wordpiece", 400, lowercase=lowercase)
+    tokenizer = train_tokenizer([*texts, "Café NAÏVE Ångström ΣΊΣΥΦΟΣ"] * 2, "wordpiece", 500, lowercase=lowercase)
+    tokenizer.backend.normalizer = normalizers.BertNormalizer(lowercase=lowercase, strip_accents=strip_accents)
     tokenizer.save(tmp_path)
-    page = (Path(__file__).parents[2] / "docs" / "browser.html").read_text(encoding="utf-8")
-    code = page[page.index("  const vocab =") : page.index("  const session =")]
-    asked = [texts[0], *texts[1].splitlines(), "Who's (not) here? 图书馆 x-ray: 3.14 €5", ""]
-    script = f"""const tokenizer = JSON.parse(require("fs").readFileSync("tokenizer.json"));
+    page = BROWSER_PAGE.read_text(encoding="utf-8")
+    code = page[page.index("  const { model: { vocab }") : page.index("  const session =")]
+    asked = [texts[0], *texts[1].splitlines(), "Who's (not) here? 图书馆 x-ray: 3.14 €5 [a]^b`c|d~", "a" * 101, ""]
+    asked += [
+        "Café NAÏVE Ångström ΣΊΣΥΦΟΣ, Örtlich İstanbul",
+        "zero\u200bwidth\ufeff \u00a0 \x00bell\x07\ufffd \ue000",
+        *SCRIPT_TEXTS,
+    ]
+    written = run_node(
+        f"""import {{ readFileSync }} from "fs";
+const tokenizer = JSON.parse(readFileSync("tokenizer.json"));
 const config = {{ max_position_embeddings: 512 }};
 {code}
-console.log(JSON.stringify({json.dumps(asked)}.map(encode)));"""
-    done = subprocess.run(["node", "-e", script], cwd=tmp_path, capture_output=True, text=True, check=True, timeout=60)
+console.log(JSON.stringify({json.dumps(asked)}.map(encode)));""",
+        tmp_path,
+    )
     cls, sep = tokenizer.vocab.cls, tokenizer.vocab.sep
-    assert json.loads(done.stdout) == [[cls, *tokenizer.encode(text), sep] for text in asked]
+    for text, ids in zip(asked, json.loads(written), strict=True):
+        assert ids == [cls, *tokenizer.encode(text), sep], text
+
+
+@pytest.mark.slow
+@needs_node
+def test_the_page_for_browsers_gives_the_answer_of_python(tokenizers: dict[str, Tokenizer], tmp_path: Path) -> None:
+    """Its code runs in node with onnxruntime-web; only the page's elements and `fetch` are stand-ins."""
+    command = ["npm", "install", "onnxruntime-web@1", "--no-audit", "--no-fund", "--prefix", str(tmp_path)]
+    if shutil.which("npm") is None or subprocess.run(command, capture_output=True, timeout=300).returncode:
+        pytest.skip("needs the npm package onnxruntime-web")
+    page, tokenizer, text = BROWSER_PAGE.read_text(encoding="utf-8"), tokenizers["wordpiece"], "The old ship came home."
+    code = page[page.index("  const folder =") : page.rindex("</script>")]
+    size = tokenizer.vocab.size
+    for config in (p.bert(2, 32, 2, size), p.distilbert(2, 32, 2, size)):
+        model = random_model(with_head(config, "classify"))
+        model.tokenizer = tokenizer
+        folder = tmp_path / config.family
+        model.save(folder / "saved")
+        made = write_onnx(folder / "saved", folder / "web", quantize="int8")
+        assert ("token_type_ids" in made["inputs"]) == (config.family == "bert")
+        printed = run_node(
+            f"""import {{ readFileSync }} from "fs";
+import * as ort from "onnxruntime-web";
+globalThis.fetch = async (path) => ({{ json: async () => JSON.parse(readFileSync(path)) }});
+const elements = {{ text: {{ value: {json.dumps(text)} }}, run: {{}}, answer: {{}} }};
+globalThis.document = {{ getElementById: (name) => elements[name] }};
+{code}
+await elements.run.onclick();
+console.log(elements.answer.textContent);""",
+            folder,
+        )
+        ids = torch.tensor([[tokenizer.vocab.cls or 0, *tokenizer.encode(text), tokenizer.vocab.sep or 0]])
+        inputs = {"input_ids": ids, "attention_mask": torch.ones_like(ids), "token_type_ids": torch.zeros_like(ids)}
+        inputs = {name: value for name, value in inputs.items() if name in made["inputs"]}
+        logits = Session(folder / "web" / "model_quantized.onnx")(inputs)["logits"][0]
+        answers = [line.split() for line in printed.splitlines()]
+        assert [label for _, label in answers] == ["a", "b", "c"]
+        shares = [float(share.rstrip("%")) for share, _ in answers]
+        assert shares == pytest.approx((100 * logits.softmax(-1)).tolist(), abs=0.2)
+        assert max(shares) - min(shares) > 1, "the answer depends on the model"
