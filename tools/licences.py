@@ -20,7 +20,7 @@ from packaging.utils import canonicalize_name
 
 ROOT = Path(__file__).parents[1]
 PAGE = ROOT / "docs" / "licences.md"
-TOOL_EXTRAS = ("dev", "docs", "browser")  # of people who work on Firth
+TOOL_EXTRAS = ("dev", "integrations", "docs", "browser")  # of people who work on Firth
 CORE = "firth"
 # Packages that a platform adds; their rows would come and go with the machine that writes the page.
 PLATFORM_PACKAGES = re.compile(r"nvidia-.*|cuda-.*|triton|colorama|tzdata|pywin32|setuptools|hf-xet|uvloop")
