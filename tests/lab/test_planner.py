@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shlex
 from collections.abc import Iterator
 from dataclasses import replace
@@ -16,12 +17,12 @@ from firth import api
 from firth.cli.main import app
 from firth.commands.pretrain_plan import read_saved_fields
 from firth.core.errors import UserError
-from firth.core.files import format_bytes
+from firth.core.files import format_bytes, read_object
 from firth.lab import plan_text, planner
-from firth.lab.expected_loss import find_law, read_loss_table
+from firth.lab.expected_loss import TABLE_FILE, find_law, parse_entry, read_loss_table
 from firth.lab.plan_text import TextFacts
 from firth.lab.planner import Planner, StepCosts, describe_misfit
-from firth.models import ModelConfig, get_preset, shaped_model, with_vocabulary
+from firth.models import ModelConfig, flops_per_token, get_preset, shaped_model, with_vocabulary
 from firth.recipes import pretraining_recipe, tokenizer_kind, update_recipe
 from firth.text import Corpus
 from firth.tokens import open_shards, prepare, train_tokenizer
@@ -137,6 +138,52 @@ def test_a_preset_that_does_not_suit_is_told() -> None:
     assert misfit("encoder-8x512", 4.0) == ""
 
 
+@pytest.mark.usefixtures("on_gpu")
+@pytest.mark.parametrize("tokens_per_second", [212_000, 475_000])
+def test_modernbert_base_in_four_minutes_is_told(tokens_per_second: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """At the speeds that an H200 had with two batches. In eight minutes it had 2.42, and 8x512 in four 2.23."""
+    flops = tokens_per_second * 3 * flops_per_token(replace(get_preset("modernbert-base"), vocab_size=16384), 128)
+    monkeypatch.setattr(planner, "measure_flops", lambda device: flops)
+    plan = make_planner(minutes=4.0, vocab_size=16384)
+    message = describe_misfit(plan.make_recipe(get_preset("modernbert-base")), plan)
+    assert message.startswith("124M parameters for 14M tokens and 4 minutes: an encoder of ")
+
+
+@pytest.mark.usefixtures("on_cpu")
+def test_a_tiny_preset_on_a_cpu_is_not_told() -> None:
+    for flops_share in (0.5, 1, 2):
+        plan = make_planner(scaled_text(flops_share), minutes=10.0)
+        assert describe_misfit(plan.make_recipe(get_preset("bert-tiny")), plan) == ""
+
+
+@pytest.mark.usefixtures("on_gpu")
+@pytest.mark.parametrize(
+    ("budget", "said"),
+    [
+        ({"num_train_epochs": 4.0}, "4 passes over them: an encoder of"),
+        ({"max_steps": 2000}, "M tokens to read: an encoder of"),
+    ],
+)
+def test_a_misfit_is_told_without_minutes_too(budget: dict[str, Any], said: str) -> None:
+    plan = make_planner(**budget)
+    assert said in describe_misfit(plan.make_recipe(get_preset("bert-large")), plan)
+    assert said in describe_misfit(plan.make_recipe(get_preset("bert-tiny")), plan)
+    best = plan.plan("encoder", False).chosen
+    assert (
+        describe_misfit(
+            plan.make_recipe(shaped_model("encoder", best.recipe.model.num_layers, best.recipe.model.dim)), plan
+        )
+        == ""
+    )
+
+
+@pytest.mark.usefixtures("on_cpu")
+def test_a_larger_model_is_named_with_its_time() -> None:
+    plan = make_planner(num_train_epochs=4.0)
+    message = describe_misfit(plan.make_recipe(get_preset("bert-tiny")), plan)
+    assert re.search(r"instead of \d\.\d\d in \d+x the time; `firth plan`", message)
+
+
 @pytest.mark.usefixtures("on_cpu")
 def test_what_the_user_has_set_is_kept() -> None:
     plan = make_planner(minutes=60.0)
@@ -162,6 +209,32 @@ def test_the_table_has_a_law_for_each_architecture() -> None:
         assert law.family == recipe.model.family
         assert "benchmarks/scaling_sweep.py" in law.command
         assert 1 < law.loss(3e7, 3e8, 1.4e7, law.unigram_entropy) < law.loss(3e6, 3e6, 1.4e7, law.unigram_entropy) < 12
+
+
+def test_each_law_orders_and_reproduces_its_own_runs() -> None:
+    for name, entry in read_object(TABLE_FILE).items():
+        law = parse_entry(entry).fit.law
+        predicted = [law.loss(*run[:3]) for run in entry["runs"]]
+        measured = [run[3] for run in entry["runs"]]
+        assert predicted == pytest.approx(measured, rel=0.03), name
+        by_loss = sorted(range(len(measured)), key=measured.__getitem__)
+        ordered = [predicted[i] for i in by_loss]
+        assert ordered == sorted(ordered), name
+
+
+def test_no_run_is_expected_to_be_worse_than_token_frequencies() -> None:
+    law = read_loss_table()["encoder, mlm"]
+    assert law.loss(1e9, 1e6, 1e6, 7.2) == 7.2
+    assert law.loss(1e6, 1e6, 1e6, 7.2) < 7.2
+
+
+def test_a_law_that_was_measured_on_a_cpu_is_for_cpus() -> None:
+    table = read_loss_table()
+    tiny = replace(table["encoder"], unigram_entropy=6.0)
+    table["encoder (cpu)"] = tiny
+    assert find_law(table, "encoder", "mlm-and-clm", "cpu") is tiny
+    assert find_law(table, "encoder", "mlm-and-clm", "cuda") is table["encoder"]
+    assert find_law(table, "encoder", "mlm", "cpu") is table["encoder, mlm"], "the objective counts first"
 
 
 def test_extrapolation_is_said() -> None:
@@ -274,8 +347,15 @@ def captured(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[dict[str, Any]]]:
 @pytest.mark.usefixtures("small_ladder")
 @pytest.mark.parametrize("architecture", ["encoder", "decoder", "encoder-decoder"])
 def test_the_pasted_command_is_the_plan(
-    architecture: str, corpus_file: Path, captured: list[dict[str, Any]], capsys: pytest.CaptureFixture[str]
+    architecture: str,
+    corpus_file: Path,
+    captured: list[dict[str, Any]],
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    clock = FakeClock(0.02, 0.003)  # on a busy machine a minute suits one size only
+    monkeypatch.setattr(planner, "time", clock)
+    monkeypatch.setattr(planner, "train_step", clock.step)
     words = ["plan", architecture, "--data", str(corpus_file), "--minutes", "1", "--max-seq-length", "32", "--json"]
     app([*words, "--min-words", "3"], standalone_mode=False)
     result = json.loads(capsys.readouterr().out)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,7 @@ import pytest
 from firth.cli.main import app
 from firth.core.errors import UserError
 from firth.core.files import write_json
-from firth.lab.scaling_law import ScalingFit, ScalingLaw, ScalingRun, fit_scaling_law
+from firth.lab.scaling_law import ScalingFit, ScalingLaw, ScalingRun, fit_scaling_law, sum_of_residuals
 from firth.models.presets import bert
 from firth.objectives import CLM
 from firth.recipes import pretraining_recipe
@@ -56,6 +57,24 @@ def test_intervals_hold_the_parameters_of_noisy_runs() -> None:
         assert low < high
 
 
+def test_the_gradient_of_the_search_is_that_of_finite_differences() -> None:
+    table, x = np.array(make_runs(0.01)), np.array([0.4, 5.8, 6.1, 0.33, 0.27, 2.5, -3.0])
+    _, gradient = sum_of_residuals(x, table)
+    steps = 1e-6 * np.eye(len(x))
+    slopes = [(sum_of_residuals(x + h, table)[0] - sum_of_residuals(x - h, table)[0]) / 2e-6 for h in steps]
+    assert gradient == pytest.approx(slopes, rel=1e-3)
+
+
+def test_what_short_runs_lack_is_found_again() -> None:
+    """Runs of less than one token per parameter: C is found, and a smaller model that reads more is the better one."""
+    known = replace(CHINCHILLA, c=0.3)
+    runs = [ScalingRun(n, d, 1e7, known.loss(n, d, 1e7)) for n in (1e6, 1e7, 3e7, 1e8) for d in (3e6, 1e7, 1e8, 1e9)]
+    law = fit_scaling_law(runs, num_bootstraps=0).law
+    assert law.c == pytest.approx(0.3, rel=0.05)
+    assert law.loss(1e8, 5e7, 1e7) > law.loss(3e7, 1.6e8, 1e7)
+    assert fit_scaling_law(runs[::3], num_bootstraps=0).law.c == 0, "six runs are too few for seven parameters"
+
+
 def test_repeated_tokens_are_worth_less() -> None:
     """The first passes count almost fully, and the worth is bounded by U (1 + r): equation 5 of Muennighoff et al."""
     unique, worth = 100.0, 15.0
@@ -70,12 +89,15 @@ def test_repeated_tokens_are_worth_less() -> None:
 
 def test_the_optimal_size_minimizes_the_loss() -> None:
     flops = 1e18
-    best = CHINCHILLA.optimal_parameters(flops)
+    for law in (CHINCHILLA, replace(CHINCHILLA, c=0.3)):
 
-    def loss(n: float) -> float:
-        return CHINCHILLA.loss(n, flops / (6 * n), 1e30)
+        def loss(n: float, law: ScalingLaw = law) -> float:
+            return law.loss(n, flops / (6 * n), 1e30)
 
-    assert loss(best) < min(loss(best * 1.05), loss(best / 1.05))
+        best = law.optimal_parameters(flops)
+        assert loss(best) < min(loss(best * 1.05), loss(best / 1.05))
+    equation_4 = (0.34 * 406.4 / (0.28 * 410.7)) ** (1 / 0.62) * (flops / 6) ** (0.28 / 0.62)
+    assert CHINCHILLA.optimal_parameters(flops) == pytest.approx(equation_4, rel=1e-3)
 
 
 def test_outside_of_the_runs_is_extrapolation(fit: ScalingFit) -> None:

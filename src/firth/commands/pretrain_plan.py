@@ -368,10 +368,10 @@ def launched_devices() -> int:
 
 
 def warn_of_misfit(recipe: Recipe, plan: PretrainPlan, shards: Mapping[str, str]) -> None:
-    """Warn about a named model that is much too large or small for its text and minutes."""
+    """Warn about a named model that is much too large or small for its text and its minutes, steps or passes."""
     from firth.lab.planner import describe_misfit
 
-    if not recipe.minutes or recipe.model.recurrent is not None or list(shards) != [""]:
+    if recipe.model.recurrent is not None or list(shards) != [""]:
         return
     try:
         message = describe_misfit(recipe, plan.make_planner(open_shards(Path(shards[""]))))

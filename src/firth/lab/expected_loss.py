@@ -6,7 +6,10 @@ with the default recipe, and the law that fits them (`scaling_law.py`). Each ent
 Losses per token depend on text and vocabulary: more tokens of vocabulary make each one harder to predict. So a loss is
 scaled by the ratio of the two unigram entropies, the loss of a model that knows token frequencies only. That is a rule
 of thumb, and another text is named among the points where the plan extrapolates. The order of the sizes does not
-depend on it.
+depend on it. No run is expected to end above that entropy.
+
+An entry whose name ends in "(cpu)" was measured on a CPU, with models and texts that a CPU trains in minutes. A plan
+for a CPU takes it where there is one.
 """
 
 from __future__ import annotations
@@ -37,7 +40,8 @@ class ExpectedLoss:
 
     def loss(self, parameters: float, tokens: float, text_tokens: float, unigram_entropy: float) -> float:
         """Return the expected held-out loss, in nats per token of the text's own tokenizer."""
-        return self.fit.law.loss(parameters, tokens, text_tokens) * unigram_entropy / self.unigram_entropy
+        share = self.fit.law.loss(parameters, tokens, text_tokens) / self.unigram_entropy
+        return min(share, 1.0) * unigram_entropy
 
     def extrapolations(
         self, parameters: float, tokens: float, text_tokens: float, unigram_entropy: float
@@ -60,9 +64,27 @@ class ExpectedLoss:
         return found
 
 
-def find_law(table: Mapping[str, ExpectedLoss], architecture: str, objective: str | None) -> ExpectedLoss:
-    """Return the law of an objective, "encoder, mlm", or else that of the architecture's default objective."""
-    return table.get(f"{architecture}, {objective}", table[architecture])
+def find_law(
+    table: Mapping[str, ExpectedLoss], architecture: str, objective: str | None, device_type: str = ""
+) -> ExpectedLoss:
+    """Return the law of an objective, "encoder, mlm", or else that of the architecture's default objective.
+
+    Of each the one that was measured on this type of device is preferred: "encoder, mlm (cpu)".
+    """
+    for name in (f"{architecture}, {objective}", architecture):
+        for key in (entry_name(name, device_type), name):
+            if key in table:
+                return table[key]
+    raise KeyError(architecture)
+
+
+def entry_name(name: str, device_type: str) -> str:
+    """Return the name of an entry of the table that was measured on this type of device.
+
+    >>> entry_name("encoder", "cuda"), entry_name("encoder, mlm", "cpu")
+    ('encoder', 'encoder, mlm (cpu)')
+    """
+    return f"{name} (cpu)" if device_type == "cpu" else name
 
 
 def read_loss_table(table: Mapping[str, Any] | None = None) -> dict[str, ExpectedLoss]:

@@ -23,6 +23,7 @@ PARAMETER_NAMES = {
     "alpha": "alpha, exponent of the size",
     "beta": "beta, exponent of the tokens",
     "repeated_worth": "r, passes that repetition is worth",
+    "c": "C, of too few tokens per parameter",
 }
 NUM_CURVE_POINTS = 60
 
@@ -85,8 +86,9 @@ def write_fit_page(
     html = HtmlPage("Scaling law of your runs", command="plan")
     html.add_paragraph(
         "The held-out loss as a function of the number of parameters N and of the tokens D, fitted to finished runs: "
-        "L = E + A / N^alpha + B / D^beta. Tokens that are read again count less: r passes over the text are worth "
-        "almost r times as much text, further ones little."
+        "L = E + A / N^alpha + B / D'^beta + C N / D. In D' repeated tokens count less: r passes over the text are "
+        "worth almost r times as much text, further ones little. C N / D is what a large model lacks after few "
+        "tokens; it is fitted to more than six runs."
     )
     html.add_table(
         ("parameter", "value", "95% interval"),

@@ -71,7 +71,8 @@ CPU_START_SECONDS = 8.0
 SAVE_SECONDS = 300.0  # at most between two checkpoints
 SAVES_PER_RUN = 10  # at most
 LONG_RUN_SECONDS = 86400.0  # a longer run is warned about
-MISFIT_LOSS_RATIO = 1.05  # a preset whose expected loss is higher than the best one's by this factor is warned about
+MISFIT_LOSS_RATIO = 1.05  # a preset whose expected loss is higher than the best one's by this factor is warned about,
+MISFIT_SIZE_RATIO = 3.0  # if it has as many times more or fewer parameters: the law misses its own runs by up to 3%
 
 
 class StepCosts(NamedTuple):
@@ -340,7 +341,8 @@ class Planner:
         )
 
     def law(self, recipe: Recipe) -> ExpectedLoss:
-        return find_law(self.table, recipe.model.architecture, describe_objective(recipe.objective)["name"])
+        objective = describe_objective(recipe.objective)["name"]
+        return find_law(self.table, recipe.model.architecture, objective, self.device(recipe).type)
 
     def with_batch(self, recipe: Recipe, costs: StepCosts) -> Recipe:
         """Return the recipe with its global batch, and the learning rate that follows from it."""
@@ -561,12 +563,22 @@ def describe_misfit(recipe: Recipe, planner: Planner, name: str = "") -> str:
     """Return what to say of a named model that is much too large or small for text and time; empty where it suits."""
     own = planner.plan_run(name, recipe.model)
     best = planner.plan(recipe.model.architecture, times_steps=False).chosen
-    if not recipe.minutes or own.loss < MISFIT_LOSS_RATIO * best.loss:
+    size_ratio = max(own.parameters / best.parameters, best.parameters / own.parameters)
+    if own.loss < MISFIT_LOSS_RATIO * best.loss or size_ratio < MISFIT_SIZE_RATIO:
         return ""
+    if recipe.minutes:
+        budget = f"{recipe.minutes:g} minutes"
+    elif recipe.max_steps or planner.tokens:
+        budget = f"{own.tokens_read / 1e6:,.3g}M tokens to read"
+    else:
+        budget = f"{format_count(round(own.passes), 'pass', 'passes')} over them"
     an = "an" if recipe.model.architecture.startswith("e") else "a"
     better = f"{an} {recipe.model.architecture} of {best.parameters / 1e6:,.3g}M ({best.name})"
+    price = (
+        "" if recipe.minutes or best.seconds < 2 * own.seconds else f" in {best.seconds / own.seconds:.0f}x the time"
+    )
     return (
         f"{own.parameters / 1e6:,.3g}M parameters for {planner.text.tokens / 1e6:,.3g}M tokens and "
-        f"{recipe.minutes:g} minutes: {better} is expected to reach {best.loss:.2f} instead of {own.loss:.2f}; "
+        f"{budget}: {better} is expected to reach {best.loss:.2f} instead of {own.loss:.2f}{price}; "
         "`firth plan` shows the choice"
     )
