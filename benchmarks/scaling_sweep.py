@@ -1,18 +1,29 @@
 """Measure the table behind `firth plan`: small runs of several sizes, texts and passes, and the law that fits them.
 
     python benchmarks/scaling_sweep.py --text en_wiki.train.txt.xz en_books.train.txt.xz --output-dir WORK \\
-        [--quick | --cpu] [--architectures encoder,decoder] [--shapes 3x128,8x512] [--tokens 700000,14000000] \\
-        [--passes 1,4,16] [--max-tokens N] [--max-cost X] [--jobs J] [--json] \\
-        [--write src/firth/lab/scaling_table.json]
+        [--quick | --cpu] [--architectures encoder,decoder] [--objective mlm] [--shapes 3x128,8x512] \\
+        [--tokens 700000,14000000] [--passes 1,4,16] [--batches 0.5,2] [--rates 0.5,2] [--decays 0.25,4] \\
+        [--max-tokens N] [--max-cost X] [--jobs J] [--dry-run] [--json] [--write src/firth/lab/scaling_table.json]
 
 A run is what `firth pretrain encoder-8x512 --num-train-epochs P` does, with the batch and the rate that it chooses. The
 texts are every k-th document of the given ones; one tokenizer per architecture serves all of them, so that losses can
 be compared. WORK keeps finished runs, which are not computed again: stop it at any time, add sizes later. `--jobs`
 runs stand side by side, since one small model leaves most of a GPU idle; the longest ones start first.
 
+`--batches`, `--rates` and `--decays` are multiples of the default global batch, learning rate and weight decay. Each is
+varied alone, with the middle shape and the middle number of passes, on every text; the rate follows the batch as in any
+run. The law is fitted to the runs with default settings; the others are stored beside it, as `settings`. The whole
+table of one language, on one GPU, some hours (`--dry-run` says how many); the same with sw_news.train.txt.xz,
+`--text-tokens 1300000 --tokens 130000,400000,1300000`, another WORK and another file for Swahili:
+
+    python benchmarks/scaling_sweep.py --text en_wiki.train.txt.xz en_books.train.txt.xz --output-dir WORK \\
+        --batches 0.25,0.5,2,4 --rates 0.25,0.5,2,4 --decays 0,0.25,4 --write src/firth/lab/scaling_table.json
+
 For each architecture the runs are fitted by `firth.lab.scaling_law`, and `--write` saves the laws with their runs. An
-architecture that this sweep does not have keeps its law. `--quick` takes about four minutes on an H200, with all three
-architectures about ten.
+architecture that this sweep does not have keeps its law. The laws of a CPU stand beside those of a GPU, as
+"encoder (cpu)", and a law that was measured on another machine is not replaced without `--replace`. `--dry-run` prints
+the runs, their tokens and the time that they take, and starts nothing. `--quick` takes about four minutes on an H200,
+with all three architectures about ten.
 
 `--published` runs nothing: it writes laws from the few runs of docs/results.md and docs/history.md. These cannot tell
 what size is worth, so exponents, the ratio of A to B and the worth of repeats are those of the papers. E and the level
@@ -41,18 +52,22 @@ from firth.commands.data_source import DataOptions
 from firth.commands.pretrain_plan import plan_pretraining
 from firth.core.console import format_count, format_duration, quiet, say, show_table
 from firth.core.files import read_object, write_json
-from firth.lab.expected_loss import TABLE_FILE, read_loss_table
-from firth.lab.scaling_law import ScalingFit, ScalingLaw, ScalingRun, fit_scaling_law
+from firth.lab.expected_loss import TABLE_FILE, entry_name, read_loss_table
+from firth.lab.planner import CPU_START_SECONDS, GPU_START_SECONDS
+from firth.lab.scaling_law import FLOPS_PER_PARAMETER, ScalingFit, ScalingLaw, ScalingRun, fit_scaling_law
 from firth.models import count_parameters, get_preset
 from firth.models.presets import ARCHITECTURE_FAMILIES, shape_architecture
+from firth.objectives import OBJECTIVES
 from firth.objectives.registry import describe_objective
 from firth.recipes import SHAPE_RECIPES, pretraining_recipe, tokenizer_kind
 from firth.text import Corpus
 from firth.tokens import is_shards_folder, load_tokenizer, open_shards, prepare, train_tokenizer
 from firth.train import ComputeConfig, Recipe, choose_compute, pretrain
+from firth.train.resources import measure_flops
 
 TOKENIZER_DOCUMENTS_STEP = 4  # every fourth document trains the tokenizer
 DEFAULT_VOCAB_SIZE = 8192
+SETTING_AXES = {"batch": "batches", "rate": "rates", "decay": "decays"}  # a setting and the option of its multiples
 NEVER = 10**9  # steps: no checkpoint and no evaluation before the end
 PAPER_LAW = ScalingLaw(1.69, 406.4, 410.7, 0.34, 0.28, 15.4)  # Hoffmann et al. 2022, eq. 10; Muennighoff et al. 2023
 PAPER_NOTE = "exponents, A / B and the worth of repeats are those of the papers: no sweep was run"
@@ -124,6 +139,9 @@ class SweepRun(NamedTuple):
     passes: float
     shards: str
     folder: str
+    objective: str | None = None
+    setting: str = ""  # of SETTING_AXES; "": all settings are the default ones
+    factor: float = 1.0  # times the default
 
     @property
     def cost(self) -> float:
@@ -133,63 +151,106 @@ class SweepRun(NamedTuple):
 
 
 def run_cell(cell: SweepRun) -> dict[str, Any]:
-    """Train one model as the default recipe does, and return its size, tokens and held-out loss."""
+    """Train one model as the default recipe does, with one setting multiplied, and return the results of the run."""
+    with quiet():
+        recipe = resolve_cell(cell)
+        if cell.setting == "batch":
+            tokens = round(cell.factor * recipe.global_batch_tokens / recipe.max_seq_length) * recipe.max_seq_length
+            recipe = resolve_cell(cell, global_batch_tokens=max(tokens, recipe.max_seq_length))
+        elif cell.setting:
+            name = {"rate": "learning_rate", "decay": "weight_decay"}[cell.setting]
+            recipe = replace(recipe, **{name: cell.factor * getattr(recipe, name)})
+        return pretrain(recipe, overwrite=Path(cell.folder).exists())
+
+
+def resolve_cell(cell: SweepRun, **fields: Any) -> Recipe:
+    """Return the recipe of `firth pretrain encoder-8x512 --num-train-epochs P`, with these fields."""
     options = {"num_train_epochs": cell.passes, "save_steps": NEVER, "eval_steps": NEVER, "minutes": None}
     plan = plan_pretraining(
         f"{cell.architecture}-{cell.shape}",
         cell.shards,
         cell.folder,
         None,
-        None,
+        cell.objective,
         DataOptions(0, False, 0.05, {}),
         None,
         {"engine.compile_regions": True} if torch.cuda.is_available() else None,  # most of a short run would compile
-        options,
+        {**options, **fields},
     )
-    with quiet():
-        recipe = plan.resolve_recipe({"": cell.shards})
-        return pretrain(recipe, overwrite=Path(cell.folder).exists())
+    return plan.resolve_recipe({"": cell.shards})
 
 
 # --- texts
 
 
-def make_texts(architecture: str, args: argparse.Namespace, sizes: Sequence[int]) -> dict[int, Path]:
-    """Return shards of about these numbers of tokens, made once."""
-    recipe = shape_recipe(f"{architecture}-{args.shapes[0]}")
-    kind = tokenizer_kind(recipe.model, recipe.objective)
-    root = args.output_dir / f"{kind}-{args.vocab_size}"
+def texts_folder(architecture: str, args: argparse.Namespace) -> Path:
+    recipe = shape_recipe(f"{architecture}-{args.shapes[0]}", args.objective)
+    return args.output_dir / f"{tokenizer_kind(recipe.model, recipe.objective)}-{args.vocab_size}"
+
+
+def make_texts(architecture: str, args: argparse.Namespace) -> None:
+    """Make the tokenizer of an architecture, and shards of about the wanted numbers of tokens, once."""
+    recipe = shape_recipe(f"{architecture}-{args.shapes[0]}", args.objective)
+    kind, root = tokenizer_kind(recipe.model, recipe.objective), texts_folder(architecture, args)
     if not (root / "tokenizer").is_dir():
         say(f"training a {kind} tokenizer of {args.vocab_size:,} tokens")
         texts = (document.text for document in islice(Corpus(args.text), 0, None, TOKENIZER_DOCUMENTS_STEP))
         train_tokenizer(texts, kind, args.vocab_size).save(root / "tokenizer")
-    tokenizer, found = load_tokenizer(root / "tokenizer"), {}
-    corpus_bytes = Corpus(args.text).total_bytes
-    for size in sizes:
+    tokenizer, corpus_bytes = load_tokenizer(root / "tokenizer"), Corpus(args.text).total_bytes
+    for size in args.tokens:
         folder = root / f"shards-{size}"
         if not is_shards_folder(folder):
             every = max(1, round(args.text_tokens / size))
             say(f"tokenizing every {every}th document ({corpus_bytes:,} bytes)")
             prepare(islice(Corpus(args.text), 0, None, every), tokenizer, folder)
-        found[size] = folder
-    return found
 
 
 def make_grid(args: argparse.Namespace) -> list[SweepRun]:
-    """Return the cells of the grid, the largest first."""
+    """Return the cells of the grid, and those of single settings, the largest first."""
     cells = []
+    middle_shape, middle_passes = args.shapes[len(args.shapes) // 2], args.passes[len(args.passes) // 2]
     for architecture in args.architectures:
-        texts = make_texts(architecture, args, args.tokens)
         for shape in args.shapes:
-            for size, shards in texts.items():
+            for size in args.tokens:
+                shards = texts_folder(architecture, args) / f"shards-{size}"
                 for passes in args.passes:
-                    name = f"{architecture}-{shape}-{size}-{passes:g}"
-                    cell = SweepRun(
-                        architecture, shape, size, passes, str(shards), str(args.output_dir / "runs" / name)
-                    )
-                    if passes * size <= args.max_tokens and cell.cost <= (args.max_cost or math.inf):
-                        cells.append(cell)
-    return sorted(cells, key=lambda cell: -cell.cost)
+                    name = f"{architecture}-{shape}-{size}-{passes:g}{f'-{args.objective}' if args.objective else ''}"
+                    folder = str(args.output_dir / "runs" / name)
+                    cell = SweepRun(architecture, shape, size, passes, str(shards), folder, args.objective)
+                    cells.append(cell)
+                    if (shape, passes) == (middle_shape, middle_passes):
+                        cells += [
+                            cell._replace(setting=axis, factor=factor, folder=f"{folder}-{axis}{factor:g}")
+                            for axis, option in SETTING_AXES.items()
+                            for factor in getattr(args, option)
+                        ]
+    most = args.max_cost or math.inf
+    kept = (cell for cell in cells if cell.passes * cell.text_tokens <= args.max_tokens and cell.cost <= most)
+    return sorted(kept, key=lambda cell: -cell.cost)
+
+
+def describe_cost(cells: Sequence[SweepRun], args: argparse.Namespace) -> None:
+    """Print the runs, their tokens and operations, and the time that those without results will take."""
+    missing = [cell for cell in cells if not (Path(cell.folder) / "results.json").is_file()]
+    rows = []
+    for architecture in args.architectures:
+        own = [cell for cell in cells if cell.architecture == architecture]
+        varied = sum(cell.setting != "" for cell in own)
+        tokens = sum(cell.passes * cell.text_tokens for cell in own)
+        flops = sum(FLOPS_PER_PARAMETER * cell.cost for cell in own)
+        left = sum(cell in missing for cell in own)
+        rows.append((architecture, str(len(own)), str(varied), str(left), f"{tokens / 1e6:,.1f}M", f"{flops:.2g}"))
+    show_table("The sweep", ["architecture", "runs", "of a setting", "left", "tokens", "FLOPs"], rows)
+    device = sweep_compute(args).device
+    busy = sum(FLOPS_PER_PARAMETER * cell.cost for cell in missing) / measure_flops(device)
+    start = len(missing) / args.jobs * (GPU_START_SECONDS if device.type == "cuda" else CPU_START_SECONDS)
+    # several small models share a GPU, and its speed; the cores of a CPU too
+    say(f"about {format_duration(busy + start)} on {sweep_compute(args)}, {format_count(args.jobs, 'run')} at a time")
+
+
+def sweep_compute(args: argparse.Namespace) -> ComputeConfig:
+    with quiet():
+        return choose_compute(shape_recipe(f"{args.architectures[0]}-{args.shapes[0]}"))
 
 
 # --- results
@@ -217,16 +278,40 @@ def scaling_run(cell: SweepRun, results: dict[str, Any]) -> ScalingRun:
     return ScalingRun(results["parameters"], tokens, tokens / results["passes"], results["eval_loss"])
 
 
+def describe_settings(found: dict[SweepRun, dict[str, Any]]) -> list[dict[str, Any]]:
+    """Return the runs whose batch, rate or decay was multiplied, each beside the run with the default."""
+    rows = []
+    for cell, results in found.items():
+        default = cell._replace(
+            setting="", factor=1.0, folder=cell.folder.removesuffix(f"-{cell.setting}{cell.factor:g}")
+        )
+        if cell.setting and default in found:
+            loss, default_loss = results["eval_loss"], found[default]["eval_loss"]
+            rows.append(
+                {
+                    "shape": cell.shape,
+                    "text_tokens": cell.text_tokens,
+                    "passes": cell.passes,
+                    "setting": cell.setting,
+                    "factor": cell.factor,
+                    "loss": loss,
+                    "default_loss": default_loss,
+                }
+            )
+    return sorted(rows, key=lambda row: (row["setting"], row["text_tokens"], row["factor"]))
+
+
 def fit_architecture(
     architecture: str, found: dict[SweepRun, dict[str, Any]], args: argparse.Namespace, compute: ComputeConfig
 ) -> dict[str, Any]:
     """Return the entry of the table: the law, its intervals, its range, and the runs."""
     own = {cell: results for cell, results in found.items() if cell.architecture == architecture}
-    measured = [scaling_run(cell, results) for cell, results in own.items()]
-    first = max(own, key=lambda cell: cell.text_tokens)
+    default = {cell: results for cell, results in own.items() if not cell.setting}
+    measured = [scaling_run(cell, results) for cell, results in default.items()]
+    first = max(default, key=lambda cell: cell.text_tokens)
     fit = fit_scaling_law(measured)
     shards = open_shards(Path(first.shards))
-    recipe = shape_recipe(f"{architecture}-{first.shape}")
+    recipe = shape_recipe(f"{architecture}-{first.shape}", args.objective)
     return {
         "family": recipe.model.family,
         "objective": describe_objective(recipe.objective)["name"],
@@ -243,12 +328,24 @@ def fit_architecture(
         "passes_range": fit.passes_range,
         "mean_error": fit.mean_error,
         "runs": [list(run) for run in measured],
+        "settings": describe_settings(own),
     }
 
 
-def shape_recipe(name: str) -> Recipe:
-    """Return the default recipe of a model like encoder-8x512."""
-    return pretraining_recipe(get_preset(name), **SHAPE_RECIPES.get(shape_architecture(name), {}))
+def shape_recipe(name: str, objective: str | None = None) -> Recipe:
+    """Return the default recipe of a model like encoder-8x512, or that with another objective."""
+    fields = SHAPE_RECIPES.get(shape_architecture(name), {})
+    return pretraining_recipe(get_preset(name), **fields | ({"objective": OBJECTIVES[objective]} if objective else {}))
+
+
+def check_replaced(table: dict[str, Any], names: Sequence[str], machine: str) -> None:
+    """Refuse to replace a law that another machine has measured."""
+    for name in names:
+        old = table.get(name, {})
+        if "machine" in old and not old.get("assumed") and old["machine"] != machine:
+            raise SystemExit(
+                f"{name!r} was measured on {old['machine']}, and this is {machine}: --write another file, or --replace."
+            )
 
 
 def scale_paper_law(runs: Sequence[ScalingRun], c_share: float | None = None) -> ScalingFit:
@@ -332,6 +429,11 @@ def published_entry(architecture: str) -> dict[str, Any]:
 
 def print_fit(architecture: str, entry: dict[str, Any]) -> None:
     fit = read_loss_table({architecture: entry})[architecture].fit
+    for row in entry.get("settings", ()):
+        say(
+            f"{row['setting']} x {row['factor']:g}, {row['shape']}, {row['passes']:g} passes over "
+            f"{row['text_tokens']:,} tokens: {row['loss']:.3f} ({row['loss'] - row['default_loss']:+.3f})"
+        )
     rows = [
         (f"{n / 1e6:.2f}M", f"{d / 1e6:.2f}M", f"{d / u:.1f}", f"{loss:.3f}", f"{fit.law.loss(n, d, u):.3f}")
         for n, d, u, loss in entry["runs"]
@@ -344,20 +446,31 @@ def print_fit(architecture: str, entry: dict[str, Any]) -> None:
 
 
 def sweep(args: argparse.Namespace) -> dict[str, dict[str, Any]]:
-    """Run the grid, and return the entries of its architectures."""
+    """Run the grid, and return the entries of its architectures; none with --dry-run."""
     args.architectures, args.shapes = args.architectures.split(","), args.shapes.split(",")
-    args.tokens, args.passes = [int(n) for n in args.tokens.split(",")], [float(n) for n in args.passes.split(",")]
+    args.tokens = [int(n) for n in args.tokens.split(",")]
+    for name in ("passes", *SETTING_AXES.values()):
+        setattr(args, name, [float(n) for n in getattr(args, name).split(",") if n])
     args.command = (
         f"python benchmarks/scaling_sweep.py --text {' '.join(Path(path).name for path in args.text)} --output-dir WORK"
         f" --architectures {','.join(args.architectures)} --shapes {','.join(args.shapes)}"
         f" --tokens {','.join(map(str, args.tokens))} --passes {','.join(f'{p:g}' for p in args.passes)}"
         f" --max-tokens {args.max_tokens}{f' --max-cost {args.max_cost:g}' if args.max_cost else ''}"
-        f" --vocab-size {args.vocab_size}"
+        f" --vocab-size {args.vocab_size}{f' --objective {args.objective}' if args.objective else ''}"
     )
+    compute, cells = sweep_compute(args), make_grid(args)
+    suffix = f", {args.objective}" if args.objective else ""
+    names = {name: entry_name(f"{name}{suffix}", compute.device.type) for name in args.architectures}
+    if args.write and args.write.is_file() and not args.replace:
+        check_replaced(read_object(args.write), list(names.values()), str(compute))
+    describe_cost(cells, args)
+    if args.dry_run:
+        return {}
     args.output_dir.mkdir(parents=True, exist_ok=True)
-    found = measure(make_grid(args), args)
-    compute = choose_compute(pretraining_recipe(get_preset(f"{args.architectures[0]}-{args.shapes[0]}")))
-    return {name: fit_architecture(name, found, args, compute) for name in args.architectures}
+    for architecture in args.architectures:
+        make_texts(architecture, args)
+    found = measure(cells, args)
+    return {entry: fit_architecture(name, found, args, compute) for name, entry in names.items()}
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -371,6 +484,9 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--shapes", help="layers x width, joined by commas")
     parser.add_argument("--tokens", help="sizes of the texts in tokens, joined by commas")
     parser.add_argument("--passes", help="passes over each text, joined by commas")
+    parser.add_argument("--objective", help="instead of the default one; makes the entry 'encoder, OBJECTIVE'")
+    for option in SETTING_AXES.values():
+        parser.add_argument(f"--{option}", default="", help=f"also run these multiples of the default of {option}")
     parser.add_argument("--max-tokens", type=int, help="leave out runs that read more tokens")
     parser.add_argument("--max-cost", type=float, help="leave out runs with more parameters times tokens")
     parser.add_argument(
@@ -380,6 +496,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--jobs", type=int, help="runs side by side")
     parser.add_argument("--published", action="store_true", help="take the runs of the docs instead of a sweep")
     parser.add_argument("--write", type=Path, help=f"write the laws to this file, as {TABLE_FILE.name} of the package")
+    parser.add_argument("--replace", action="store_true", help="replace laws that another machine has measured")
+    parser.add_argument("--dry-run", action="store_true", help="say what would be run, and how long, and stop")
     parser.add_argument("--json", action="store_true", help="print one JSON object on the last line")
     args = parser.parse_args(argv)
     defaults = SETTINGS["quick" if args.quick else "cpu" if args.cpu else "full"]
@@ -392,7 +510,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     entries = {name: published_entry(name) for name in PUBLISHED_RUNS} if args.published else sweep(args)
     for name, entry in entries.items():
         print_fit(name, entry)
-    if args.write:
+    if args.write and entries:
         write_json(args.write, (read_object(args.write) if args.write.is_file() else {}) | entries)
         say(f"{args.write} has the laws of {', '.join(read_object(args.write))}.")
     if args.json:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import json
 import lzma
+import re
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -811,16 +812,66 @@ def test_a_sweep_is_fitted_and_written(
     words = ["--cpu", "--text", str(corpus_file), "--output-dir", str(tmp_path / "work"), "--vocab-size", "300"]
     words += ["--text-tokens", "12000", "--tokens", "3000,12000", "--shapes", "1x64,2x64,3x64"]
     sweep.main([*words, "--passes", "1,4", "--write", str(table), "--json"])
-    facts = json.loads(capsys.readouterr().out.splitlines()[-1])["laws"]["encoder"]
+    facts = json.loads(capsys.readouterr().out.splitlines()[-1])["laws"]["encoder (cpu)"]
     assert len(facts["runs"]) == len(started) == 12
     assert started[0] == "encoder-3x64-12000-4", "the longest runs start first"
     laws = read_loss_table(json.loads(table.read_text()))
-    assert set(laws) == {"decoder", "encoder"}
-    assert laws["encoder"].fit.mean_error < 0.01
-    assert laws["encoder"].assumed == ""
+    assert set(laws) == {"decoder", "encoder (cpu)"}, "the laws of a GPU stay"
+    assert laws["encoder (cpu)"].fit.mean_error < 0.01
+    assert laws["encoder (cpu)"].assumed == ""
     assert "no sweep was run" in laws["decoder"].assumed
     sweep.main([*words, "--passes", "1,4,9"])
     assert len(started) == 18, "finished runs are read"
+    varied = [*words, "--passes", "1,4", "--batches", "0.5,2", "--rates", "2", "--decays", "0"]
+    capsys.readouterr()
+    sweep.main([*varied, "--dry-run"])
+    assert len(started) == 18, "a dry run starts nothing"
+    told = "".join(capsys.readouterr())
+    assert re.search(r"encoder\D+20\D+8\D+8\D", told), "20 runs, 8 of a setting, 8 left"
+    sweep.main([*varied, "--json"])
+    settings = json.loads(capsys.readouterr().out.splitlines()[-1])["laws"]["encoder (cpu)"]["settings"]
+    assert len(started) == 26
+    assert len(settings) == 8
+    assert {row["factor"] for row in settings if row["setting"] == "batch"} == {0.5, 2}
+    assert all(row["shape"] == "2x64" and row["loss"] == row["default_loss"] for row in settings)
+
+
+def test_a_law_of_another_machine_is_not_replaced(corpus_file: Path, tmp_path: Path) -> None:
+    from firth.core.files import write_json
+
+    script("parallel_runs")
+    sweep, table = script("scaling_sweep"), tmp_path / "table.json"
+    entry = sweep.published_entry("encoder") | {"assumed": "", "machine": "another CPU"}
+    write_json(table, {"encoder (cpu)": entry})
+    words = ["--cpu", "--text", str(corpus_file), "--output-dir", str(tmp_path / "work"), "--write", str(table)]
+    with pytest.raises(SystemExit, match=r"'encoder \(cpu\)' was measured on another CPU"):
+        sweep.main([*words, "--dry-run"])
+    sweep.main([*words, "--dry-run", "--replace"])
+    assert json.loads(table.read_text())["encoder (cpu)"]["machine"] == "another CPU", "a dry run writes nothing"
+
+
+def test_a_setting_of_the_sweep_changes_that_setting_alone(
+    corpus_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    script("parallel_runs")
+    sweep = script("scaling_sweep")
+    words = ["--text", str(corpus_file), "--output-dir", str(tmp_path), "--vocab-size", "300", "--cpu"]
+    made: list[Any] = []
+    monkeypatch.setattr(sweep, "pretrain", lambda recipe, overwrite: made.append(recipe) or {})
+    monkeypatch.setattr(sweep, "measure", lambda cells, args: [sweep.run_cell(cell) for cell in cells] and {})
+    monkeypatch.setattr(sweep, "fit_architecture", lambda *_: None)
+    monkeypatch.setattr(sweep, "print_fit", lambda *_: None)
+    words += ["--shapes", "2x64", "--tokens", "12000", "--text-tokens", "12000", "--passes", "2"]
+    sweep.main([*words, "--batches", "2", "--rates", "0.5", "--decays", "4"])
+    by_folder = {Path(recipe.output_dir).name.rpartition("-")[2]: recipe for recipe in made}
+    default = by_folder["2"]
+    assert by_folder["batch2"].global_batch_tokens == 2 * default.global_batch_tokens
+    assert by_folder["batch2"].learning_rate > default.learning_rate, "the rate follows the batch"
+    rate = replace(by_folder["rate0.5"], learning_rate=default.learning_rate, output_dir=default.output_dir)
+    decay = replace(by_folder["decay4"], weight_decay=default.weight_decay, output_dir=default.output_dir)
+    assert rate == decay == default
+    assert by_folder["rate0.5"].learning_rate == default.learning_rate / 2
+    assert by_folder["decay4"].weight_decay == 4 * default.weight_decay
 
 
 @pytest.mark.slow
@@ -829,7 +880,7 @@ def test_a_real_sweep(corpus_file: Path, tmp_path: Path, capsys: pytest.CaptureF
     words = ["--cpu", "--text", str(corpus_file), "--output-dir", str(tmp_path / "work"), "--vocab-size", "300"]
     words += ["--text-tokens", "12000", "--tokens", "4000,12000", "--passes", "1,3", "--shapes", "1x64,2x64", "--json"]
     script("scaling_sweep").main(words)
-    facts = json.loads(capsys.readouterr().out.splitlines()[-1])["laws"]["encoder"]
+    facts = json.loads(capsys.readouterr().out.splitlines()[-1])["laws"]["encoder (cpu)"]
     assert len(facts["runs"]) == 8
     assert all(2 < loss < 8 for *_, loss in facts["runs"])
 
