@@ -31,12 +31,12 @@ from typing import Any
 from firth.core.console import quiet
 from firth.core.files import write_text
 from firth.core.serialization import from_dict, to_dict
-from firth.lab.doctor import ALL_RULES, Diagnosis, diagnose_run, recommend_rate
+from firth.lab.doctor import ALL_RULES, Diagnosis, diagnose_run
 from firth.models import ModelConfig, get_preset, make_model
 from firth.models.presets import bert, deberta_v2, gpt2
 from firth.objectives import OBJECTIVES, MLMAndCLM
 from firth.recipes import pretraining_recipe
-from firth.recipes.pretraining import SHAPE_RECIPES, default_objective, tokenizer_kind
+from firth.recipes.pretraining import SHAPE_RECIPES, default_objective, recommend_rate, tokenizer_kind
 from firth.tasks import FinetuneRecipe
 from firth.tasks.chat import CHAT_TEMPLATE_KEY
 from firth.tasks.finetune import finetune

@@ -15,6 +15,7 @@ import firth
 from firth.core.errors import UserError
 from firth.core.html import HtmlPage
 from firth.evaluate.checkpoint_samples import make_checkpoint_sampler
+from firth.evaluate.companions import COMPANIONS
 from firth.evaluate.pretraining_report import add_checkpoints_section
 from firth.models import get_preset, make_model
 from firth.objectives import OBJECTIVES
@@ -50,7 +51,7 @@ def run(shards: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     recipe = make_recipe(shards, tmp_path_factory.mktemp("samples") / "run", "unilm-tiny", objective=OBJECTIVES["mlm"])
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(*ALL_THE_TIME)
-        pretrain(recipe, make_sampler=make_checkpoint_sampler)
+        pretrain(recipe, companions=COMPANIONS)
     return Path(recipe.output_dir)
 
 
@@ -72,7 +73,7 @@ def test_each_checkpoint_fills_the_same_blanks(run: Path) -> None:
 
 def test_training_does_not_notice(run: Path, tmp_path: Path) -> None:
     recipe = replace(load_recipe(run / "recipe.yaml", Recipe), output_dir=str(tmp_path / "plain"), samples=0)
-    pretrain(recipe, make_sampler=make_checkpoint_sampler)
+    pretrain(recipe, companions=COMPANIONS)
     assert not (tmp_path / "plain" / SAMPLES_FILE).exists()
     for name in ("log.jsonl", "final/model.safetensors"):
         assert (tmp_path / "plain" / name).read_bytes() == (run / name).read_bytes()
@@ -83,12 +84,12 @@ def test_a_resumed_run_keeps_the_samples_before_its_step(
 ) -> None:
     monkeypatch.setattr(*ALL_THE_TIME)
     recipe = make_recipe(shards, tmp_path / "run", "t5-tiny", max_steps=4)
-    pretrain(recipe, make_sampler=make_checkpoint_sampler)
+    pretrain(recipe, companions=COMPANIONS)
     file = tmp_path / "run" / SAMPLES_FILE
     first = file.read_text().splitlines()
     file.write_text("\n".join([*first, '{"step": 5, "samples": []}', '{"step": 6']))
     longer = replace(recipe, max_steps=6, samples=2)  # samples may change, and the steps with allow_change
-    pretrain(longer, resume=True, allow_change=True, make_sampler=make_checkpoint_sampler)
+    pretrain(longer, resume=True, allow_change=True, companions=COMPANIONS)
     lines = file.read_text().splitlines()
     assert lines[: len(first)] == first
     assert [len(json.loads(line)["samples"]) for line in lines] == [3, 3, 2]

@@ -13,6 +13,7 @@ import re
 import sys
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -31,8 +32,10 @@ from firth.objectives import IGNORE_INDEX, MLM, Batch
 from firth.tasks import FinetuneRecipe
 from firth.train import Recipe, pretrain, read_log
 from firth.train.findings import Evidence, Finding, Rule, examine, sort_findings
-from firth.train.live_doctor import LiveDoctor
+from firth.train.live_doctor import FINDINGS_FILE, LiveDoctor
 from firth.train.log_rules import FINETUNING_RULES, LOG_RULES, LogFacts, References, Series
+from firth.train.loop import SpeedMeter
+from firth.train.loop import _progress_line as progress_line
 from firth.train.timings import TIMINGS_FILE, sum_timings
 
 ROOT = Path(__file__).parents[2]
@@ -305,6 +308,35 @@ def test_live_findings_are_said_once(recipe: Recipe, capsys: pytest.CaptureFixtu
     said = capsys.readouterr().err
     assert said.count("the loss is stuck at word frequencies") == 1
     assert list(live.reported) == ["plateau"]
+
+
+def test_live_findings_are_written_and_stand_in_the_progress_line(recipe: Recipe, tmp_path: Path) -> None:
+    file = tmp_path / FINDINGS_FILE
+    live = LiveDoctor(replace(recipe, max_steps=400), References(unigram=5.0), "run", file=file)
+    for step in range(1, 401):
+        live.observe({"step": step, "loss": 5.05 + 0.01 * (step % 3)})
+        if not live.reported:
+            assert not live.last_title
+            assert not file.exists()
+    written = json.loads(file.read_text())
+    assert written["findings"] == [live.reported["plateau"].to_dict()]
+    assert 200 <= written["step"] < 400
+    run = SimpleNamespace(
+        training=live.training, name="pretraining", doctor=live, compute=SimpleNamespace(compile=False)
+    )
+    record: Any = SimpleNamespace(step=400, tokens=100, text_progress=None, learning_rate=0.1)
+    line = progress_line(run, record, 5.05, {}, SpeedMeter(0, 0), None)  # type: ignore[arg-type]
+    assert "  loss 5.050  doctor: the loss is stuck at word frequencies  rate" in line
+
+
+def test_the_live_doctor_knows_the_recommended_rate(recipe: Recipe, capsys: pytest.CaptureFixture[str]) -> None:
+    low = replace(recipe, max_steps=400, learning_rate=1e-6)
+    for rate, found in ((None, False), (1e-3, True)):
+        live = LiveDoctor(low, References(unigram=5.0), "run", recommended_rate=rate)
+        for step in range(1, 401):
+            live.observe({"step": step, "loss": 5.6 + 0.01 * (step % 3)})
+        assert ("rate-too-low" in live.reported) == found
+    assert "recommended rate 0.001" in capsys.readouterr().err
 
 
 def test_seeds_of_a_fine_tuning_say_one_illness_once(capsys: pytest.CaptureFixture[str]) -> None:

@@ -8,6 +8,9 @@ import json
 import math
 import os
 import shutil
+import threading
+import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -16,14 +19,16 @@ from fastapi.testclient import TestClient
 
 from firth.core.errors import UserError
 from firth.core.files import write_json, write_text
-from firth.serve import run_events, run_notes, runs
+from firth.serve import run_events, run_notes, run_samples, runs
 from firth.serve.app import make_app
+from firth.serve.checkpoint_process import try_sample
 from firth.serve.config import ServeConfig
 from firth.serve.gate import Gate
 from firth.serve.model_server import ModelServer
 from firth.serve.run_events import RunEvents
 from firth.serve.run_notes import RunNotes
-from firth.serve.runs import RunsFolder, WatchedRun
+from firth.serve.runs import Locks, RunsFolder, WatchedRun
+from firth.train.findings import Finding
 from firth.train.log import RunLog
 
 
@@ -159,13 +164,22 @@ def test_no_name_leaves_the_folder(tmp_path: Path) -> None:
         RunsFolder(tmp_path / "nothing")
 
 
-def test_checkpoints_are_sampled(tmp_path: Path, folders: dict[str, Path]) -> None:
+def sample_here(folder: Path, checkpoints: Any, text: str, hold: Any) -> Iterator[dict[str, Any]]:
+    """What the process of the server does, in this one."""
+    for name, step in checkpoints:
+        yield try_sample(folder / name, step, text)
+
+
+def test_checkpoints_are_sampled(tmp_path: Path, folders: dict[str, Path], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(run_samples, "sample_at_idle_priority", sample_here)
     run = make_run(tmp_path / "run")
     for name, model in (("checkpoint-2", "gpt2"), ("checkpoint-10", "bert"), ("final", "gpt2")):
         (run / name).symlink_to(folders[model])
     (run / "checkpoint-10").unlink()
     client = open_runs(tmp_path)
-    found = client.post("/runs/samples", json={"run": "run", "text": "the cat"}).json()["samples"]
+    found = client.post("/runs/samples", json={"run": "run", "text": "the cat"}).json()
+    assert found["state"] == "sampled"
+    found = found["samples"]
     assert [(sample["checkpoint"], sample["step"]) for sample in found] == [("checkpoint-2", 2), ("final", None)]
     assert found[0]["text"].startswith("the cat")
     assert found[0]["text"] == found[1]["text"]
@@ -176,7 +190,77 @@ def test_checkpoints_are_sampled(tmp_path: Path, folders: dict[str, Path]) -> No
     assert client.get("/runs/log", params={"name": "fills"}).json()["references"] == {}
 
 
-def test_a_sample_outlives_its_checkpoint(tmp_path: Path, folders: dict[str, Path]) -> None:
+def test_one_checkpoint_that_fails_costs_no_other_its_sample(
+    tmp_path: Path, folders: dict[str, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(run_samples, "sample_at_idle_priority", sample_here)
+    run = make_run(tmp_path / "run")
+    (run / "checkpoint-2").mkdir()
+    (run / "checkpoint-2" / "config.json").write_text("{}")
+    (run / "checkpoint-4").symlink_to(folders["gpt2"])
+    client = open_runs(tmp_path)
+    broken, whole = client.post("/runs/samples", json={"run": "run", "text": "the cat"}).json()["samples"]
+    assert (broken["step"], whole["step"]) == (2, 4)
+    assert broken["error"]
+    assert (whole["error"], whole["text"][:7]) == ("", "the cat")
+
+
+def test_a_checkpoint_may_vanish_while_it_is_listed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    gone, kept = tmp_path / "checkpoint-2", tmp_path / "checkpoint-4"
+    kept.mkdir()
+    (kept / "config.json").write_text("{}")
+    monkeypatch.setattr(run_samples, "list_checkpoints", lambda folder: [kept, gone])
+    assert [name for name, _, _ in run_samples.list_sampled_checkpoints(tmp_path)] == ["checkpoint-4"]
+
+
+def test_samples_that_take_long_come_later(tmp_path: Path) -> None:
+    go_on, asked = threading.Event(), list[str]()
+
+    def sample(folder: Path, checkpoints: Any, text: str, hold: Any) -> Iterator[dict[str, Any]]:
+        asked.extend(name for name, _ in checkpoints)
+        for name, step in checkpoints:
+            yield {"checkpoint": name, "step": step, "text": text, "blanks": [], "error": ""}
+            go_on.wait(10)
+        raise UserError("the machine is busy")
+
+    folder = make_run(tmp_path / "run")
+    for step in (1, 2):
+        (folder / f"checkpoint-{step}").mkdir()
+        (folder / f"checkpoint-{step}" / "config.json").write_text("{}")
+    store, run = run_samples.SampleStore(sample), WatchedRun("run", folder)
+    kept, job = store.request(run, "a")
+    assert job is not None
+    assert store.request(run, "a")[1] is job  # asked once
+    while not store.describe(kept)["samples"]:
+        time.sleep(0.001)
+    assert [store.describe(kept)["state"], len(store.describe(kept)["samples"])] == ["sampling", 1]
+    go_on.set()
+    job.result(10)
+    found = store.describe(kept)
+    assert found["state"] == "sampled"
+    assert [sample["text"] for sample in found["samples"]] == ["a", "a"]
+    assert store.request(run, "a")[1] is None
+    assert asked == ["checkpoint-1", "checkpoint-2"]
+    store.stop()
+
+
+@pytest.mark.slow  # an idle process waits for all others
+def test_checkpoints_are_sampled_by_an_idle_process(tmp_path: Path, folders: dict[str, Path]) -> None:
+    (tmp_path / "final").symlink_to(folders["gpt2"])
+    policies: list[int] = []
+    found = list(
+        run_samples.sample_at_idle_priority(
+            tmp_path, [("final", None)], "the cat", lambda process: policies.append(os.sched_getscheduler(process.pid))
+        )
+    )
+    assert found == [try_sample(tmp_path / "final", None, "the cat")]
+    assert policies == [os.SCHED_IDLE]
+
+
+def test_a_sample_outlives_its_checkpoint(
+    tmp_path: Path, folders: dict[str, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(run_samples, "sample_at_idle_priority", sample_here)
     run = make_run(tmp_path / "run")
     (run / "checkpoint-2").symlink_to(folders["gpt2"])
     client = open_runs(tmp_path)
@@ -187,6 +271,77 @@ def test_a_sample_outlives_its_checkpoint(tmp_path: Path, folders: dict[str, Pat
     found = client.post("/runs/samples", json=body).json()["samples"]
     assert [sample["checkpoint"] for sample in found] == ["checkpoint-2", "final"]
     assert found[0] == first
+
+
+def test_the_samples_of_the_run_itself_are_told(tmp_path: Path) -> None:
+    folder = make_run(tmp_path / "run")
+    client = open_runs(tmp_path)
+
+    def read_own() -> Any:
+        return client.get("/runs/samples", params={"name": "run"}).json()["checkpoints"]
+
+    assert read_own() == []
+    sample = {"before": "the ", "after": " is red", "answer": "cat", "guesses": [["dog", 0.25]]}
+    for step in (2, 4):
+        with (folder / "samples.jsonl").open("a") as file:
+            file.write(json.dumps({"step": step, "seconds": 0.1, "samples": [sample]}) + "\n")
+        assert [line["step"] for line in read_own()] == list(range(2, step + 1, 2))
+    assert read_own()[0]["samples"] == [{**sample, "text": ""}]
+    (folder / "samples.jsonl").unlink()
+    (folder / "samples.jsonl").symlink_to(folder / "log.jsonl")
+    assert client.get("/runs/samples", params={"name": "../run"}).status_code == 404
+
+
+def test_finished_and_unwatched_runs_have_a_speed(tmp_path: Path) -> None:
+    folder = make_run(tmp_path / "run", steps=4)
+    line = {"steps": 2, "seconds": 10.0, "data_wait": 0.0, "device": "cuda", "memory_share": 0.25}
+    with RunLog(folder / "timings.jsonl", 0) as timings:
+        timings.write(step=2, tokens=1000, **line)
+        timings.write(step=4, tokens=3000, **line)
+    runs_folder = RunsFolder(tmp_path)
+    (stopped,) = runs_folder.list_summaries()
+    assert (stopped.state, stopped.tokens_per_second, stopped.seconds_left) == ("stopped", 200.0, None)
+    assert stopped.device_memory_share == 0.25
+    with (folder / ".lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        (run,) = RunsFolder(tmp_path).list_summaries()
+    assert (run.state, run.tokens_per_second, run.seconds_left) == ("running", 200.0, 30.0)  # 6 of 10 steps
+    with RunLog(folder / "timings.jsonl", 2):  # resumes after step 2: the file is another one
+        pass
+    watched = runs_folder.runs["run"]
+    watched.update()
+    assert watched.timings.measure() == (100.0, 0.2)
+
+
+def test_the_lock_of_another_device_is_another_lock(tmp_path: Path) -> None:
+    file, other = tmp_path / ".lock", tmp_path / "other"
+    file.touch()
+    other.touch()
+    facts = file.stat()
+    major, minor = os.major(facts.st_dev), os.minor(facts.st_dev)
+    template = "1: FLOCK  ADVISORY  WRITE {} {:02x}:{:02x}:{} 0 EOF"
+    same = Locks([template.format(77, major, minor, facts.st_ino), "2: -> FLOCK damaged"])
+    assert (same.holder(file), same.holder(other), same.holder(tmp_path / "none")) == (77, 0, 0)
+    # Another device with this inode: the process must have the file itself open.
+    foreign = Locks([template.format(os.getpid(), major + 1, minor, facts.st_ino)])
+    assert foreign.holder(file) == 0
+    with file.open():
+        assert foreign.holder(file) == os.getpid()
+
+
+def test_where_no_locks_are_told_a_fresh_log_is_that_of_a_running_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(runs, "read_locks", lambda: Locks(None))
+    folder = make_run(tmp_path / "run")
+    make_run(tmp_path / "old")
+    os.utime(tmp_path / "old" / "log.jsonl", (1e9, 1e9))
+    assert {run.name: run.state for run in RunsFolder(tmp_path).list_summaries()} == {
+        "run": "running",
+        "old": "stopped",
+    }
+    write_json(folder / "results.json", {})
+    assert RunsFolder(tmp_path).list_summaries()[0].state == "finished"
 
 
 def test_a_seed_trains_under_the_recipe_and_the_lock_of_its_fine_tuning(tmp_path: Path) -> None:
@@ -355,6 +510,32 @@ def test_a_log_is_examined_once_for_each_change(tmp_path: Path, monkeypatch: pyt
     read_all()
     found = read_all()
     assert (found["state"], found["error"]) == ("failed", "the shards are gone")
+    notes.stop()
+
+
+def test_what_the_run_itself_has_found_is_told_until_the_doctor_answers(tmp_path: Path) -> None:
+    folder, go_on = make_run(tmp_path / "run"), threading.Event()
+
+    def examine(path: Path, hold: Any) -> dict[str, Any]:
+        go_on.wait(10)
+        return {"findings": [], "references": {}, "rules": 32, "not_examined": []}
+
+    notes, (run,) = RunNotes(examine), RunsFolder(tmp_path).scan().values()
+    finding = Finding("plateau", "error", "the loss is stuck", {"loss": 5.0}, "Why.", "firth")
+    for text, expected in (
+        (json.dumps({"step": 3, "findings": [finding.to_dict()]}), [finding.to_dict()]),
+        (json.dumps({"findings": [{"rule": 3}]}), []),
+        (json.dumps({"findings": [{**finding.to_dict(), "level": "high"}]}), []),
+        ("[]", []),
+    ):
+        (folder / "findings.json").write_text(text)
+        found = notes.read(run)
+        assert (found["number"], found["state"], found["findings"]) == (0, "examining", expected)
+    (folder / "findings.json").write_text(json.dumps({"findings": [finding.to_dict()]}))
+    go_on.set()
+    notes.worker.submit(lambda: None).result()
+    found = notes.read(run)
+    assert (found["number"], found["findings"]) == (1, [])
     notes.stop()
 
 

@@ -73,7 +73,7 @@ def adapt(
         raise UserError(f"--replay-share is {replay_share:g}, and must be at least 0 and less than 1.")
     if not 0 < held_out < 1:
         raise UserError(f"--held-out is {held_out:g}, and must be between 0 and 1: the model is measured on this text.")
-    from firth.evaluate.checkpoint_samples import make_checkpoint_sampler
+    from firth.evaluate.companions import COMPANIONS
     from firth.lab.adapt import check_adaptable, collect_results, measure_model, say_measures
     from firth.lab.adapt_page import write_adaptation_report
     from firth.lab.adapt_texts import CorpusText, check_sample, replay_epochs, sample_held_out
@@ -145,9 +145,7 @@ def adapt(
             recipe = plan(start, [shards["domain"]]).resolve_recipe({"": shards["domain"]})
         # The measurement after training takes as long as the one before it: it is a part of the minutes.
         start_time = clock.start_time - begun.seconds
-        results = pretrain_in_folder(
-            folder, recipe, resume, start_time, allow_change, rewind, make_sampler=make_checkpoint_sampler
-        )
+        results = pretrain_in_folder(folder, recipe, resume, start_time, allow_change, rewind, companions=COMPANIONS)
         if "domain" not in results:
             after = measure_model(folder / "final", samples)
             say_measures("after", after)

@@ -78,7 +78,7 @@ def pretrain(
     plan = plan_pretraining(
         model, data, output_dir, tokenizer, objective, data_options, config, overrides, options, saved
     )
-    from firth.evaluate.checkpoint_samples import make_checkpoint_sampler
+    from firth.evaluate.companions import COMPANIONS
     from firth.evaluate.pretraining_report import write_interrupted_report, write_pretraining_report_and_card
     from firth.lab.doctor import try_diagnosis
     from firth.train import pretrain_in_folder
@@ -115,7 +115,7 @@ def pretrain(
                     clock.start_time,
                     allow_change,
                     rewind,
-                    make_sampler=make_checkpoint_sampler,
+                    companions=COMPANIONS,
                 )
             except Interrupted as e:
                 # SIGTERM, which torchrun sends too, wants the process to end at once.

@@ -27,7 +27,7 @@ from firth.lab.text_rules import TEXT_RULES, TextFacts, collect_example_facts, c
 from firth.models import count_parameters, flops_per_token, read_config
 from firth.objectives import IGNORE_INDEX, Batch
 from firth.objectives.registry import describe_objective
-from firth.recipes.pretraining import default_learning_rate, scale_rate_to_batch
+from firth.recipes.pretraining import recommend_rate
 from firth.static.ngram import boundary_tokens, count_ngrams, predictable_tokens
 from firth.tasks.failure import find_constant_label
 from firth.tasks.finetune import make_run_task
@@ -171,14 +171,6 @@ def diagnose_pretraining(folder: Path, recipe: Recipe) -> Diagnosis:
         rules,
         not_examined,
     )
-
-
-def recommend_rate(recipe: Recipe) -> float | None:
-    """Return the default learning rate of this model and batch; None where a run starts from trained weights."""
-    if recipe.checkpoint or recipe.teacher:
-        return None
-    rate, tokens = default_learning_rate(recipe.model, recipe.optim), recipe.global_batch_size * recipe.max_seq_length
-    return scale_rate_to_batch(rate, recipe.model, tokens)
 
 
 def read_run_log(path: Path) -> list[dict[str, Any]]:

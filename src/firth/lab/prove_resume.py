@@ -23,7 +23,7 @@ import torch
 from firth.core.console import format_count, progress, say
 from firth.core.errors import UserError
 from firth.core.files import file_sha256, write_json
-from firth.evaluate.checkpoint_samples import make_checkpoint_sampler
+from firth.evaluate.companions import COMPANIONS
 from firth.train import Recipe, last_checkpoint, load_recipe, pretrain, read_log, save_recipe
 
 POLL_SECONDS = 0.0005  # between two checks of a condition
@@ -183,4 +183,4 @@ def finish_run(recipe: Recipe) -> None:
 
 
 if __name__ == "__main__":
-    pretrain(load_recipe(Path(sys.argv[1]), Recipe), resume=True, make_sampler=make_checkpoint_sampler)
+    pretrain(load_recipe(Path(sys.argv[1]), Recipe), resume=True, companions=COMPANIONS)

@@ -41,7 +41,7 @@ from firth.core.errors import UserError
 from firth.core.files import atomic_folder, find_corruption, read_object, write_json
 from firth.core.html import ClozeSample, HtmlPage
 from firth.core.serialization import from_dict, to_dict
-from firth.evaluate.checkpoint_samples import make_checkpoint_sampler
+from firth.evaluate.companions import COMPANIONS
 from firth.evaluate.report import loss_series
 from firth.generate import fill, generate
 from firth.lab.report import ArmScore, arm_chart
@@ -361,7 +361,7 @@ class ArchitectureRun:
             resume=self.resume,
             start_time=began,
             step_seconds=step_seconds,
-            make_sampler=make_checkpoint_sampler,
+            companions=COMPANIONS,
         )
 
     def finetune_recipe(self, arm: str, checkpoint: Path, num_labels: int, **fields: Any) -> FinetuneRecipe:

@@ -204,6 +204,14 @@ def default_objective(model: ModelConfig) -> str:
     return FAMILY_OBJECTIVES.get(model.family, DEFAULT_OBJECTIVES[model.architecture])
 
 
+def recommend_rate(recipe: Recipe) -> float | None:
+    """Return the default learning rate of this model and batch; None where a run starts from trained weights."""
+    if recipe.checkpoint or recipe.teacher:
+        return None
+    rate, tokens = default_learning_rate(recipe.model, recipe.optim), recipe.global_batch_size * recipe.max_seq_length
+    return scale_rate_to_batch(rate, recipe.model, tokens)
+
+
 def tokenizer_kind(model: ModelConfig, objective: Objective) -> str:
     """Return the kind of tokenizer for a model: unigram if the objective needs sentinels, otherwise the family's."""
     if needs_sentinels(objective):

@@ -233,9 +233,12 @@ class Run(Answer):
     loss: float | None
     eval_loss: float | None
     tokens: int | None
-    tokens_per_second: float | None = Field(description="Measured while the run is watched.")
+    tokens_per_second: float | None = Field(
+        description="While the run is watched, as measured; else that of timings.jsonl, of a finished run in all."
+    )
     seconds_left: float | None
     memory_bytes: int | None = Field(description="Resident memory of the process that trains.")
+    device_memory_share: float | None = Field(description="Share of a GPU's memory that the run takes at most.")
     changed_at: float = Field(description="Unix time of the last line of the log.")
 
 
@@ -267,7 +270,9 @@ class NotesAnswer(Answer):
     number: int = Field(description="How often the run was examined.")
     state: Literal["examining", "examined", "failed"] = Field(description="examining: ask again; it has idle priority.")
     error: str = Field(description="Why the run cannot be examined.")
-    findings: list[Finding] = Field(description="The worst first; of the last examination.")
+    findings: list[Finding] = Field(
+        description="The worst first; of the last examination, and before the first one those of the run itself."
+    )
     references: dict[str, float] = Field(description="Losses to compare with, in nats per token.")
     rules: int = Field(description="Rules that were examined.")
     not_examined: list[str]
@@ -287,8 +292,28 @@ class CheckpointSample(Answer):
     step: int | None
     text: str = Field(description="What the checkpoint writes; empty where it fills blanks.")
     blanks: list[BlankAnswer]
+    error: str = Field(description="Why this checkpoint has no sample.")
 
 
 class SamplesAnswer(Answer):
     run: str
+    state: Literal["sampling", "sampled"] = Field(description="sampling: ask again; it has idle priority.")
     samples: list[CheckpointSample]
+
+
+class OwnSample(Answer):
+    before: str
+    answer: str = Field(default="", description="The hidden part of the sentence.")
+    after: str = ""
+    text: str = Field(default="", description="What the checkpoint writes after `before`.")
+    guesses: list[tuple[str, float]] = Field(default=[], description="Words for the blank, with probabilities.")
+
+
+class OwnSamples(Answer):
+    step: int
+    samples: list[OwnSample]
+
+
+class OwnSamplesAnswer(Answer):
+    run: str
+    checkpoints: list[OwnSamples] = Field(description="The first and the last, and some between them.")

@@ -8,9 +8,7 @@ grown, at most a twentieth of the time. However many people watch, a log is exam
 
 from __future__ import annotations
 
-import os
 import subprocess
-import sys
 import threading
 import time
 from collections.abc import Callable
@@ -20,8 +18,13 @@ from pathlib import Path
 from typing import Any
 
 from firth.core.errors import UserError
+from firth.core.files import read_object
 from firth.core.parse import parse_json
+from firth.core.serialization import from_dict
+from firth.serve.idle_process import last_line, start_idle_process
 from firth.serve.runs import LOG_FILE, RECIPE_FILE, RESULTS_FILE, WatchedRun
+from firth.train.findings import LEVELS, Finding
+from firth.train.live_doctor import FINDINGS_FILE
 
 PAUSE_FACTOR = 20.0  # times the last examination, before a running run is examined again
 MIN_PAUSE_S = 60.0
@@ -71,7 +74,8 @@ class RunNotes:
                 notes.is_waiting = True
                 self.worker.submit(self.update, run.home, stamp)
             state = "examining" if notes.is_waiting else "failed" if notes.error else "examined"
-            return {"number": notes.number, "state": state, "error": notes.error, **describe(notes.diagnosis)}
+            found = {"number": notes.number, "state": state, "error": notes.error, **describe(notes.diagnosis)}
+            return found if notes.diagnosis else found | {"findings": read_live_findings(run.home)}
 
     def update(self, folder: Path, stamp: Stamp) -> None:
         """Examine a run, in the doctor's thread."""
@@ -108,6 +112,23 @@ def describe(diagnosis: dict[str, Any]) -> dict[str, Any]:
     return {name: diagnosis.get(name, {} if name == "references" else 0 if name == "rules" else []) for name in names}
 
 
+def read_live_findings(folder: Path) -> list[dict[str, Any]]:
+    """Return what the run itself has found (`train/live_doctor.py`); nothing where the file is not one of these."""
+    try:
+        found = read_object(folder / FINDINGS_FILE)["findings"]
+        findings = from_dict({"findings": found}, LiveFindings, FINDINGS_FILE).findings
+    except (UserError, OSError, KeyError):
+        return []
+    return [finding.to_dict() for finding in findings if finding.level in LEVELS]
+
+
+@dataclass(frozen=True)
+class LiveFindings:
+    """The content of the file."""
+
+    findings: tuple[Finding, ...]
+
+
 def files_stamp(folder: Path) -> Stamp:
     """Return what changes when a run has something new: sizes and times of its logs, recipe and results."""
     files = [folder / name for name in (LOG_FILE, RECIPE_FILE, RESULTS_FILE)] + sorted(
@@ -125,16 +146,7 @@ def files_stamp(folder: Path) -> Stamp:
 
 def examine_at_idle_priority(folder: Path, hold: Callable[[Any], None]) -> dict[str, Any]:
     """Run `firth doctor` in a process that computes when nothing else does; return what it prints."""
-    command = [sys.executable, "-m", "firth", "doctor", "--json", "--", str(folder)]
-    process = subprocess.Popen(
-        command,
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-    )
-    lower_priority(process.pid)
+    process = start_idle_process(["firth", "doctor", "--json", "--", str(folder)])
     hold(process)
     try:
         printed, said = process.communicate(timeout=MAX_EXAMINATION_S)
@@ -143,20 +155,8 @@ def examine_at_idle_priority(folder: Path, hold: Callable[[Any], None]) -> dict[
         process.communicate()
         raise UserError("The doctor had no time to examine this run: the machine is busy.") from None
     if process.returncode not in (0, 1):  # 1: it has found something
-        lines = [line for line in said.splitlines() if line.strip()]
-        raise UserError(lines[-1] if lines else "The doctor could not examine this run.")
+        raise UserError(last_line(said) or "The doctor could not examine this run.")
     found = parse_json(printed, "the doctor's answer")
     if not isinstance(found, dict):
         raise UserError("The doctor could not examine this run.")
     return found
-
-
-def lower_priority(pid: int) -> None:
-    """Let a process compute when nothing else does; threads that it starts later inherit this."""
-    try:
-        os.sched_setscheduler(pid, os.SCHED_IDLE, os.sched_param(0))
-    except (AttributeError, OSError):  # not Linux, or not allowed
-        try:
-            os.setpriority(os.PRIO_PROCESS, pid, 19)
-        except OSError:
-            return

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from concurrent.futures import Future
 from typing import Annotated, Any
 
 from fastapi import FastAPI, Query
@@ -16,8 +17,10 @@ from firth.serve.model_server import ModelServer
 from firth.serve.openai_routes import EVENT_STREAM
 from firth.serve.run_events import RunEvents
 from firth.serve.run_notes import RunNotes
-from firth.serve.run_samples import SampleStore
+from firth.serve.run_samples import KeptSamples, SampleStore
 from firth.serve.runs import COLUMNS, RunsFolder, WatchedRun, run_references
+
+SAMPLES_WAIT_S = 20.0  # before an answer tells the samples so far
 
 
 def add_run_routes(app: FastAPI, server: ModelServer, folder: RunsFolder) -> None:
@@ -25,7 +28,7 @@ def add_run_routes(app: FastAPI, server: ModelServer, folder: RunsFolder) -> Non
     notes, samples = RunNotes(), SampleStore()
     events = RunEvents(folder, notes, server.read)
     server.streams.append(events.close)
-    server.background += [notes.stop, lambda: samples.worker.shutdown(wait=False, cancel_futures=True)]
+    server.background += [notes.stop, samples.stop]
 
     def find_run(name: str) -> WatchedRun:
         try:
@@ -75,9 +78,26 @@ def add_run_routes(app: FastAPI, server: ModelServer, folder: RunsFolder) -> Non
 
         return await server.read(read)
 
+    @app.get("/runs/samples", tags=tags, response_model=schemas.OwnSamplesAnswer)
+    async def read_own_samples(name: str) -> Any:
+        """Return what the run itself made of a few held-out sentences, at each of its checkpoints."""
+
+        def read() -> dict[str, Any]:
+            return {"run": name, "checkpoints": find_run(name).own_samples()}
+
+        return await server.read(read)
+
     @app.post("/runs/samples", tags=tags, response_model=schemas.SamplesAnswer)
     async def sample_run(body: schemas.SamplesRequest) -> Any:
-        """Tell what each checkpoint of a run makes of a text."""
-        run = await server.read(find_run, body.run)
-        loop = asyncio.get_running_loop()
-        return {"run": body.run, "samples": await loop.run_in_executor(samples.worker, samples.sample, run, body.text)}
+        """Tell what each checkpoint of a run makes of a text. On a busy machine some come later: ask again."""
+
+        def request() -> tuple[KeptSamples, Future[None] | None]:
+            try:
+                return samples.request(find_run(body.run), body.text)
+            except UserError as e:
+                raise ApiError(503, str(e), "busy") from None
+
+        kept, job = await server.read(request)
+        if job is not None:
+            await asyncio.wait([asyncio.wrap_future(job)], timeout=SAMPLES_WAIT_S)
+        return {"run": body.run, **samples.describe(kept)}

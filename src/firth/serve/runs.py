@@ -8,8 +8,10 @@ nothing is asked of its process.
 Watching must not slow a run that needs all cores. So a run that is neither trained nor new is looked at only when
 folders are listed, and listing them takes at most `LIST_SHARE` of the time, however many they are.
 
-`log.jsonl` has no times, since a resumed run repeats it exactly. So speed is measured here, from the growth of the log
-while somebody watches. The process that holds the lock of the run folder trains; Linux tells its memory.
+`log.jsonl` has no times, since a resumed run repeats it exactly. While somebody watches a run, its speed is measured
+from the growth of its log. Else it comes from `timings.jsonl`, which has a line for about ten seconds of training, and
+the share of a GPU's memory. The process that holds the lock of the run folder trains; Linux tells its memory. Where no
+locks are told, a run whose log grew a moment ago trains.
 """
 
 from __future__ import annotations
@@ -21,7 +23,7 @@ import stat
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -29,6 +31,8 @@ from firth.core.errors import UserError, did_you_mean, quote
 from firth.core.files import read_json, read_yaml
 from firth.train.folder import LOCK_FILE
 from firth.train.log import is_log_line, token_loss_name
+from firth.train.samples import SAMPLES_FILE, read_samples
+from firth.train.timings import TIMINGS_FILE
 
 LOG_FILE, RECIPE_FILE, RESULTS_FILE = "log.jsonl", "recipe.yaml", "results.json"
 COLUMNS = ("step", "loss", "eval_loss", "learning_rate", "tokens", "grad_norm")
@@ -41,6 +45,8 @@ LIST_SHARE = 0.002  # of the time, at most, that is spent on listing folders
 FRESH_SECONDS = 60.0  # a run whose log changed since then is looked at like a running one
 SPEED_SECONDS = 60.0  # the speed is measured over this time
 SKIPPED_FOLDERS = ("final", "data", "tokenizer")
+RECENT_TIMINGS = 6  # lines of timings.jsonl: about a minute
+LOCK_LINE = re.compile(r"(?:FLOCK|POSIX|OFDLCK)\s+\S+\s+\S+\s+(\d+)\s+([0-9a-f]+):([0-9a-f]+):(\d+)\s")
 SEED_FOLDER = re.compile(r"seed-\d+")  # of a fine-tuning, whose folder has the recipe and the lock of all seeds
 
 
@@ -58,6 +64,7 @@ class RunSummary(NamedTuple):
     tokens_per_second: float | None
     seconds_left: float | None
     memory_bytes: int | None
+    device_memory_share: float | None  # of a GPU
     changed_at: float  # Unix time of the last line of the log
 
 
@@ -82,14 +89,17 @@ class WatchedRun:
         self.inode, self.offset, self.num_lines, self.every = -1, 0, 0, 1
         self.log_stamp = (-1, -1)  # inode and bytes when the log was read last
         self.seen: deque[tuple[float, int, int]] = deque()  # time, step, tokens
+        self.timings = TimingsTail(folder / TIMINGS_FILE)
         self.recipe: dict[str, Any] = {}
         self.recipe_stamp = -1
         self.known_references, self.references_stamp = dict[str, float](), (-1, -1)
+        self.known_samples, self.samples_stamp = list[dict[str, Any]](), (-1, -1)
 
     def update(self) -> None:
         """Read what is new; a call of `stat` where nothing is."""
         with self.lock:
             self.read_new_lines()
+            self.timings.read_new_lines()
             self.read_recipe()
 
     def read_new_lines(self) -> None:
@@ -158,6 +168,19 @@ class WatchedRun:
             self.known_references, self.references_stamp = compute(self), (self.version, self.recipe_stamp)
         return self.known_references
 
+    def own_samples(self) -> list[dict[str, Any]]:
+        """Return what the run wrote at its checkpoints (`train/samples.py`), read again when its file has grown."""
+        file = self.folder / SAMPLES_FILE
+        try:
+            facts = file.lstat()
+        except OSError:
+            return []
+        stamp = (facts.st_ino, facts.st_size)
+        with self.lock:
+            if stamp != self.samples_stamp and stat.S_ISREG(facts.st_mode) and facts.st_size <= MAX_READ_BYTES:
+                self.known_samples, self.samples_stamp = read_samples(self.folder), stamp
+            return self.known_samples
+
     def log_after(self, version: int, first: int, max_rows: int | None = None) -> LogPart:
         """Return the rows from `first` on; all of them where the log has another version. Of more than `max_rows`,
         and those with a held-out loss, every n-th is returned."""
@@ -170,31 +193,86 @@ class WatchedRun:
             rows = [row for i, row in enumerate(rows) if i % size == 0 or row[2] is not None or i == len(rows) - 1]
         return LogPart(self.version, end, rows)
 
-    def summarize(self, processes: Mapping[int, int]) -> RunSummary:
-        """`processes` are those that hold a lock, by the inode of the lock file."""
+    def summarize(self, locks: Locks) -> RunSummary:
         with self.lock:
             last = self.rows[-1] if self.rows else [0, None, None, None, None, None]
             values = [next((row[i] for row in reversed(self.rows) if row[i] is not None), None) for i in (1, 2, 4)]
-            seen = list(self.seen)
+            seen, timings = list(self.seen), self.timings
+            speed, steps_per_second = timings.measure()
+            last_speed, last_steps_per_second = timings.measure(RECENT_TIMINGS)
         loss, held_out, tokens = values
-        process = processes.get(inode_of(self.home / LOCK_FILE), 0)
+        process, changed_at = locks.holder(self.home / LOCK_FILE), modified_at(self.folder / LOG_FILE)
         has_results = (self.folder / RESULTS_FILE).is_file()
+        is_training = bool(process)
+        if not locks.are_told:
+            is_training = not has_results and time.time() - changed_at < FRESH_SECONDS
         if has_results and self.is_seed:  # the process trains another seed
-            process = 0
-        state = "running" if process else "finished" if has_results else "stopped"
+            process, is_training = 0, False
+        state = "running" if is_training else "finished" if has_results else "stopped"
         step, max_steps = int(last[0] or 0), self.recipe.get("max_steps")
         max_steps = max_steps if isinstance(max_steps, int) and max_steps > 0 else None
-        speed = left = None
-        if state == "running" and len(seen) > 1 and seen[-1][0] > seen[0][0]:
-            seconds = seen[-1][0] - seen[0][0]
-            speed = (seen[-1][2] - seen[0][2]) / seconds
-            steps_per_second = (seen[-1][1] - seen[0][1]) / seconds
-            left = (max_steps - step) / steps_per_second if max_steps and steps_per_second > 0 else None
+        left = None
+        if is_training:
+            speed, steps_per_second = last_speed, last_steps_per_second
+            if len(seen) > 1 and seen[-1][0] > seen[0][0]:
+                seconds = seen[-1][0] - seen[0][0]
+                speed = (seen[-1][2] - seen[0][2]) / seconds
+                steps_per_second = (seen[-1][1] - seen[0][1]) / seconds
+            left = (max_steps - step) / steps_per_second if max_steps and steps_per_second else None
         return RunSummary(
             *(self.name, describe_recipe(self.recipe), state, step, max_steps, loss, held_out),
             *(None if tokens is None else int(tokens), speed, left, memory_of(process)),
-            modified_at(self.folder / LOG_FILE),
+            *(timings.device_memory_share, changed_at),
         )
+
+
+class TimingsTail:
+    """The timings of a run as they grow: sums over all lines, and the last lines."""
+
+    def __init__(self, file: Path) -> None:
+        self.file = file
+        self.recent: deque[tuple[float, float, float]] = deque(maxlen=RECENT_TIMINGS)  # steps, tokens, seconds
+        self.device_memory_share: float | None = None
+        self.begin_anew(-1)
+
+    def begin_anew(self, inode: int) -> None:
+        self.inode, self.offset = inode, 0
+        self.sums = (0.0, 0.0, 0.0)
+        self.recent.clear()
+
+    def read_new_lines(self) -> None:
+        try:
+            facts = self.file.lstat()
+            if not stat.S_ISREG(facts.st_mode) or (facts.st_ino, facts.st_size) == (self.inode, self.offset):
+                return
+            if facts.st_ino != self.inode or facts.st_size < self.offset:  # a resumed run writes its file anew
+                self.begin_anew(facts.st_ino)
+            with self.file.open("rb") as opened:
+                opened.seek(self.offset)
+                whole, end, _ = opened.read(MAX_READ_BYTES).rpartition(b"\n")
+        except OSError:
+            return
+        if end:
+            self.offset += len(whole) + 1
+            for line in whole.split(b"\n"):
+                self.add_line(line)
+
+    def add_line(self, text: bytes) -> None:
+        try:
+            line = json.loads(text.decode(), parse_constant=lambda _: None)
+            steps, tokens, seconds = (float(line[name]) for name in ("steps", "tokens", "seconds"))
+        except (ValueError, TypeError, KeyError, RecursionError):
+            return
+        self.sums = (self.sums[0] + steps, self.sums[1] + tokens, self.sums[2] + seconds)
+        self.recent.append((steps, tokens, seconds))
+        share = line.get("memory_share")
+        self.device_memory_share = float(share) if isinstance(share, int | float) else self.device_memory_share
+
+    def measure(self, num_lines: int = 0) -> tuple[float | None, float | None]:
+        """Return tokens and steps per second, over all lines or the last ones; None where nothing is known."""
+        parts = list(self.recent)[-num_lines:] if num_lines else [self.sums]
+        steps, tokens, seconds = (sum(part[i] for part in parts) for i in range(3))
+        return (tokens / seconds, steps / seconds) if seconds > 0 else (None, None)
 
 
 class RunsFolder:
@@ -220,11 +298,11 @@ class RunsFolder:
                         name: self.runs.get(name) or WatchedRun(name, folder) for name, folder in found.items()
                     }
                 looked_at = [run for run in self.runs.values() if is_listing or is_active(run.summary)]
-                processes = lock_holders() if looked_at else {}
+                locks = read_locks() if looked_at else Locks(None)
                 for run in looked_at:
                     try:
                         run.update()
-                        run.summary = run.summarize(processes)
+                        run.summary = run.summarize(locks)
                     except Exception:  # files of a damaged run: the other runs are shown
                         run.summary = None
                 if is_listing:
@@ -284,18 +362,56 @@ def describe_recipe(recipe: Mapping[str, Any]) -> str:
     return f"fine-tuning: {recipe['task']}" if recipe.get("task") else "run"
 
 
-def lock_holders() -> dict[int, int]:
-    """Return the process that holds each file lock, by the file's inode; empty where Linux does not tell."""
+class Locks:
+    """Which process holds a file's lock, from /proc/locks.
+
+    An inode is a number of one device alone. The kernel names the device of the file system, which is not always the
+    one that `stat` names (overlays, Btrfs): there the files that the process has open decide.
+    """
+
+    def __init__(self, lines: Sequence[str] | None) -> None:
+        self.are_told = lines is not None  # elsewhere than on Linux nobody knows
+        self.holders: dict[int, list[tuple[int, int]]] = {}  # by inode: device and process
+        for line in lines or ():  # 1: FLOCK  ADVISORY  WRITE 1234 08:01:5678 0 EOF
+            found = LOCK_LINE.search(line)
+            if found is not None:
+                process, major, minor, inode = found.groups()
+                device = os.makedev(int(major, 16), int(minor, 16))
+                self.holders.setdefault(int(inode), []).append((device, int(process)))
+
+    def holder(self, file: Path) -> int:
+        """Return the process that holds the lock of a file; 0 for none."""
+        try:
+            facts = file.stat()
+        except OSError:
+            return 0
+        held = self.holders.get(facts.st_ino, [])
+        same = (process for device, process in held if device == facts.st_dev)
+        return next(same, 0) or next((process for _, process in held if has_open(process, facts)), 0)
+
+
+def read_locks() -> Locks:
     try:
-        lines = Path("/proc/locks").read_text().splitlines()
+        return Locks(Path("/proc/locks").read_text().splitlines())
     except OSError:
-        return {}
-    holders = {}
-    for line in lines:  # 1: FLOCK  ADVISORY  WRITE 1234 08:01:5678 0 EOF
-        words = line.split()
-        if len(words) >= 6 and words[1] in ("FLOCK", "POSIX", "OFDLCK") and words[4].isdigit():
-            holders[int(words[5].rpartition(":")[2])] = int(words[4])
-    return holders
+        return Locks(None)
+
+
+def has_open(process: int, facts: os.stat_result) -> bool:
+    """Whether a process has this file open, as far as one may look."""
+    try:
+        opened = os.scandir(f"/proc/{process}/fd")
+    except OSError:
+        return False
+    with opened:
+        for entry in opened:
+            try:
+                own = Path(entry.path).stat()
+            except OSError:
+                continue
+            if (own.st_dev, own.st_ino) == (facts.st_dev, facts.st_ino):
+                return True
+    return False
 
 
 def memory_of(process: int) -> int | None:
@@ -304,13 +420,6 @@ def memory_of(process: int) -> int | None:
         return int(Path(f"/proc/{process}/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
     except (OSError, ValueError, IndexError):
         return None
-
-
-def inode_of(file: Path) -> int:
-    try:
-        return file.stat().st_ino
-    except OSError:
-        return -1
 
 
 def modified_at(file: Path) -> float:

@@ -36,6 +36,7 @@ RUN_FILES = (
         "log.jsonl",
         "timings.jsonl",
         "samples.jsonl",
+        "findings.json",
         "results.json",
         "predictions.jsonl",
         "finetuning.json",

@@ -197,6 +197,8 @@ def fit(run: TrainingRun, resume: bool = False) -> FitResult:
             run.doctor.timings = timings.totals
             if state.step and run.folder:
                 run.doctor.lines = [*read_log(run.folder / "log.jsonl")]
+            if run.doctor.file is not None:  # of steps that a resumed run repeats, perhaps
+                run.doctor.file.unlink(missing_ok=True)
         for step, micro_batches, counts, data in prefetch_batches(
             run.batch_fn,
             state.step,
@@ -662,6 +664,6 @@ def _progress_line(
         pace += f"  {words:,} words seen, {format_passes(passes)}"
     parts = ", ".join(f"{name.removesuffix('_loss').replace('_', ' ')} {x:.3f}" for name, x in metrics.items())
     losses = f"loss {loss:.3f}" + (f" ({parts})" if parts else "")
-    return f"{position}  {losses}  rate {record.learning_rate:.1e}  {pace}" + (
-        f"  saved {last_saved}" if last_saved else ""
-    )
+    saved = f"  saved {last_saved}" if last_saved else ""
+    finding = f"  doctor: {run.doctor.last_title}" if run.doctor is not None and run.doctor.last_title else ""
+    return f"{position}  {losses}{finding}  rate {record.learning_rate:.1e}  {pace}{saved}"

@@ -14,7 +14,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 import torch
@@ -76,7 +76,7 @@ from firth.train.distributed import SINGLE_PROCESS, DistContext
 from firth.train.folder import shared_run_folder
 from firth.train.hub import make_uploader
 from firth.train.launch import choose_parallel, init_distributed
-from firth.train.live_doctor import LiveDoctor
+from firth.train.live_doctor import FINDINGS_FILE, LiveDoctor
 from firth.train.log import token_loss_name
 from firth.train.log_rules import References
 from firth.train.loop import FitResult, fit
@@ -101,9 +101,18 @@ from firth.train.step import (
 )
 from firth.train.step_runner import LossFn, metric_means, sum_of_means
 
-MakeSampler = Callable[[Recipe, ShardSet | MixedShards], SampleFn | None]
 ScheduledRecipeT = TypeVar("ScheduledRecipeT", bound=TrainingConfig)
 ThreadResultT = TypeVar("ThreadResultT")
+
+
+class Companions(NamedTuple):
+    """What packages that build on this one bring to a run."""
+
+    make_sampler: Callable[[Recipe, ShardSet | MixedShards], SampleFn | None] | None = None  # samples its checkpoints
+    recommend_rate: Callable[[Recipe], float | None] | None = None  # the learning rate that the doctor expects
+
+
+NO_COMPANIONS = Companions()
 GOLDEN_RATIO = 0.6180339887  # multiples of it, modulo 1, cover a run evenly from the first few on
 EVALS_PER_PRETRAINING = 10  # evaluations per run without --eval-steps
 SLOW_STEP_SECONDS = 0.5
@@ -118,13 +127,13 @@ def pretrain(
     allow_change: bool = False,
     rewind: int | None = None,
     step_seconds: float = 0.0,
-    make_sampler: MakeSampler | None = None,
+    companions: Companions = NO_COMPANIONS,
 ) -> dict[str, Any]:
     """Run a recipe and return its results. `start_time` starts the clock of `minutes` (time.monotonic).
 
     A resumed run keeps its recipe unless `allow_change`. `rewind` goes back that many steps (see `rewind_run`).
     `step_seconds` is the duration of a step, where the caller has timed it; else a run of `minutes` times some steps.
-    `make_sampler` returns the function that samples its checkpoints (`evaluate.checkpoint_samples`).
+    `companions` are what later packages bring to a run (`evaluate.companions`).
     """
     recipe.check()
     folder, dist_context = Path(recipe.output_dir), init_distributed(recipe)
@@ -135,7 +144,7 @@ def pretrain(
         clock = RunClock(folder, resume, start_time)
         with dist_context.enter_on_main(clock):
             return pretrain_in_folder(
-                folder, recipe, resume, clock.start_time, allow_change, rewind, step_seconds, make_sampler
+                folder, recipe, resume, clock.start_time, allow_change, rewind, step_seconds, companions
             )
 
 
@@ -147,11 +156,11 @@ def pretrain_in_folder(
     allow_change: bool = False,
     rewind: int | None = None,
     step_seconds: float = 0.0,
-    make_sampler: MakeSampler | None = None,
+    companions: Companions = NO_COMPANIONS,
 ) -> dict[str, Any]:
     """Pretrain in a folder that the caller has locked."""
     with deterministic_mode(recipe.deterministic), limit_threads():
-        return run_pretraining(folder, recipe, resume, start_time, allow_change, rewind, step_seconds, make_sampler)
+        return run_pretraining(folder, recipe, resume, start_time, allow_change, rewind, step_seconds, companions)
 
 
 def run_pretraining(
@@ -162,7 +171,7 @@ def run_pretraining(
     allow_change: bool,
     rewind: int | None,
     step_seconds: float,
-    make_sampler: MakeSampler | None,
+    companions: Companions,
 ) -> dict[str, Any]:
     """Run all stages, from data to results."""
     start_time = time.monotonic() if start_time is None else start_time
@@ -299,11 +308,17 @@ def run_pretraining(
         freeze_schedule=freeze_schedule,
         text_progress=text_progress,
         mask_rate=lambda step: recipe.objective.mask_rate_at(run_progress(recipe, step)),
-        doctor=LiveDoctor(recipe, live_references(recipe, shards), str(folder)),
+        doctor=LiveDoctor(
+            recipe,
+            live_references(recipe, shards),
+            str(folder),
+            recommended_rate=companions.recommend_rate(recipe) if companions.recommend_rate is not None else None,
+            file=folder / FINDINGS_FILE if dist_context.is_main_process else None,
+        ),
         replan=replan,
     )
-    if make_sampler is not None and dist_context.is_main_process:
-        run.samples = make_sampler(recipe, shards)
+    if companions.make_sampler is not None and dist_context.is_main_process:
+        run.samples = companions.make_sampler(recipe, shards)
     uploader = make_uploader(recipe, dist_context.is_main_process)
     run.on_checkpoint = uploader.push if uploader is not None else None
     if isinstance(losses, TransferLoss):

@@ -1,7 +1,7 @@
 // Runs: training runs while they train. The server tells what has changed, over one stream, while the page is looked at.
 
 import { get, isAbort, post, stop, watch } from "/page/api.js";
-import { bars, button, card, facts, field, segments, show } from "/page/components.js";
+import { bars, button, card, facts, field, segments, show, slider } from "/page/components.js";
 import { lineChart } from "/page/chart.js";
 import { count, el, shortCount } from "/page/dom.js";
 import { keep, keepFields } from "/page/keep.js";
@@ -12,17 +12,21 @@ export const title = "Runs";
 const RETRY_MS = 2000; // before a broken stream is opened again; doubled up to MAX_RETRY_MS
 const MAX_RETRY_MS = 30_000;
 const NOTES_MS = 60_000; // the doctor is asked again about a run that trains
+const AGAIN_MS = 3000; // samples that an idle process computes are asked for again
 const COLOURS = ["var(--c0)", "var(--c1)", "var(--c2)", "var(--c3)", "var(--c4)", "var(--c5)"];
 const MAX_POINTS = 600; // of a line
 const state = { shown: null, axis: "step", smooth: true, sample: "" };
 const runs = new Map(); // name -> summary
 const logs = new Map(); // name -> {version, next, rows, references, maxSteps}
 const notes = new Map(); // name -> what the doctor says
+const own = new Map(); // name -> what the run wrote at its checkpoints
+const chosen = new Map(); // name -> step of the checkpoint that is shown; none: the last one
 keepFields("runs", state, ["axis", "smooth", "sample"]);
 keep("shown-runs", () => (state.shown ? [...state.shown] : null), (names) => (state.shown = names && new Set(names)));
 
 const duration = (s) => (s === null ? "–" : s < 90 ? `${Math.round(s)} s` : s < 5400 ? `${Math.round(s / 60)} min` : s < 172_800 ? `${(s / 3600).toFixed(1)} h` : `${Math.round(s / 86_400)} days`);
 const bytes = (n) => (n === null ? "–" : n >= 1e9 ? `${(n / 1e9).toFixed(1)} GB` : `${Math.round(n / 1e6)} MB`);
+const memory = (run) => [run.memory_bytes === null ? null : bytes(run.memory_bytes), run.device_memory_share === null ? null : `${Math.round(100 * run.device_memory_share)}% of the GPU`].filter(Boolean).join(", ") || "–";
 const number = (v, digits = 3) => (v === null || v === undefined ? "–" : v.toFixed(digits));
 let clockOffset = 0; // seconds that this clock is ahead of the server's
 const age = (run) => duration(Math.max(0, Date.now() / 1000 - clockOffset - run.changed_at));
@@ -44,6 +48,10 @@ async function readLog(run) {
 
 async function readNotes(run) {
   notes.set(run, await get(`/runs/notes?name=${encodeURIComponent(run)}`, `notes-${run}`));
+}
+
+async function readOwn(run) {
+  own.set(run, (await get(`/runs/samples?name=${encodeURIComponent(run)}`, `own-${run}`)).checkpoints);
 }
 
 // Append the rows of an event; false where rows are missing, and the log has to be asked for.
@@ -101,7 +109,7 @@ export function draw(panel) {
       const needsLog = event.all || !isPlanned || (part && !append(run.name, part));
       const told = event.notes?.[run.name];
       const needsNotes = !notes.has(run.name) || (told && told !== notes.get(run.name).number) || (before.has(run.name) && before.get(run.name) !== run.state);
-      return [needsLog && readLog(run.name), needsNotes && readNotes(run.name)].filter(Boolean);
+      return [needsLog && readLog(run.name), needsNotes && readNotes(run.name), (needsNotes || !own.has(run.name)) && readOwn(run.name)].filter(Boolean);
     });
     await update(wanted);
   }
@@ -120,7 +128,7 @@ export function draw(panel) {
     if (state.shown.has(run)) state.shown.delete(run);
     else state.shown.add(run);
     drawAll();
-    if (state.shown.has(run)) update([readLog(run), readNotes(run)]);
+    if (state.shown.has(run)) update([readLog(run), readNotes(run), readOwn(run)]);
   }
 
   function drawAll() {
@@ -133,10 +141,10 @@ export function draw(panel) {
         el("td", {}, el("span", { class: `tag-pill ${run.state}`, text: run.state })),
         el("td", { text: steps(run) }), el("td", { text: number(run.loss) }), el("td", { text: number(run.eval_loss) }),
         el("td", { text: run.tokens_per_second === null ? "–" : count(Math.round(run.tokens_per_second)) }),
-        el("td", { text: duration(run.seconds_left) }), el("td", { text: bytes(run.memory_bytes) })))))) : el("p", { text: "There is no run in this folder yet." }));
+        el("td", { text: duration(run.seconds_left) }), el("td", { text: memory(run) })))))) : el("p", { text: "There is no run in this folder yet." }));
     if (focused) list.querySelector(`[data-run="${CSS.escape(focused)}"]`)?.focus();
     const shown = shownRuns().filter((run) => logs.has(run.name));
-    const now = JSON.stringify([state.axis, state.smooth, shown.map((run) => [run.name, run.state, logs.get(run.name).version, logs.get(run.name).next, notes.get(run.name)?.number, notes.get(run.name)?.state])]);
+    const now = JSON.stringify([state.axis, state.smooth, shown.map((run) => [run.name, run.state, logs.get(run.name).version, logs.get(run.name).next, notes.get(run.name)?.number, notes.get(run.name)?.state, notes.get(run.name)?.findings.length, own.get(run.name)?.at(-1)?.step])]);
     if (now === drawn) return; // nothing is new: what somebody points at stays
     drawn = now;
     chart.replaceChildren(shown.length ? lossChart(shown) : el("p", { class: "note", text: "Choose a run." }));
@@ -161,12 +169,14 @@ export function draw(panel) {
   function sampleRuns(names) {
     samples.replaceChildren(el("div", { class: "columns" }, names.map((run) => {
       const box = el("div");
-      show(box, async () => {
+      const ask = () => show(box, async () => {
         const found = await post("/runs/samples", { run, text: state.sample }, `samples-${run}`);
-        if (!found.samples.length) return el("p", { class: "note", text: "No checkpoint yet." });
-        return found.samples.map((sample) => [el("h3", { text: sample.step === null ? sample.checkpoint : `step ${count(sample.step)}` }),
-          sample.blanks.length ? sample.blanks.map((blank) => bars(blank.guesses.map((guess) => ({ name: guess.text, p: guess.probability })), { label: "Words for the blank" })) : el("div", { class: "passage", text: sample.text })]);
+        const isBusy = found.state === "sampling";
+        if (isBusy) setTimeout(() => { if (box.isConnected && !closing.signal.aborted) ask(); }, AGAIN_MS);
+        if (!found.samples.length && !isBusy) return el("p", { class: "note", text: "No checkpoint yet." });
+        return [...found.samples.map(drawSample), isBusy ? el("p", { class: "note", text: "The others follow when the machine has time for them." }) : null];
       });
+      ask();
       return card(run, null, box);
     })));
   }
@@ -176,11 +186,34 @@ export function draw(panel) {
     if (document.hidden) return;
     details.querySelectorAll("[data-age]").forEach((part) => { const run = runs.get(part.dataset.age); if (run) part.textContent = `${age(run)} ago`; });
     const due = shownRuns().filter((run) => run.state === "running" || notes.get(run.name)?.state === "examining");
-    if (due.length) update(due.map((run) => readNotes(run.name)));
+    if (due.length) update(due.flatMap((run) => [readNotes(run.name), readOwn(run.name)]));
   }, NOTES_MS);
   drawAll();
   follow();
   return () => { closing.abort(); clearInterval(askAgain); stop("runs"); wake(); };
+}
+
+function drawSample(sample) {
+  return [el("h3", { text: sample.step === null ? sample.checkpoint : `step ${count(sample.step)}` }),
+    sample.error ? el("p", { class: "error", text: sample.error })
+    : sample.blanks.length ? sample.blanks.map((blank) => bars(blank.guesses.map((guess) => ({ name: guess.text, p: guess.probability })), { label: "Words for the blank" }))
+    : el("div", { class: "passage", text: sample.text })];
+}
+
+// What the run itself wrote with its checkpoints, also with those that it has removed: the same sentences each time.
+function drawOwn(run) {
+  const lines = own.get(run) ?? [];
+  if (!lines.length) return null;
+  const box = el("div");
+  const at = lines.findIndex((line) => line.step === chosen.get(run));
+  const first = at < 0 ? lines.length - 1 : at;
+  const draw = (i) => box.replaceChildren(...lines[i].samples.flatMap((sample) => (sample.guesses.length
+    ? [el("div", { class: "passage" }, sample.before, el("mark", { text: sample.answer }), sample.after), bars(sample.guesses.map(([name, p]) => ({ name, p, best: name === sample.answer })), { label: `Words for ${sample.answer}` })]
+    : [el("div", { class: "passage" }, el("span", { class: "given", text: sample.before }), " ", el("span", { class: "new", text: sample.text }))])));
+  draw(first);
+  return el("section", { class: "own", "aria-label": `Samples of ${run}` }, el("h3", { text: "At its checkpoints" }),
+    lines.length > 1 ? slider("checkpoint", { min: 0, max: lines.length - 1, step: 1, value: first, format: (i) => `step ${count(lines[i].step)}`, onInput: (i) => { chosen.set(run, i === lines.length - 1 ? null : lines[i].step); draw(i); } }) : el("p", { class: "note", text: `step ${count(lines[0].step)}` }),
+    box, el("p", { class: "note", text: lines[0].samples.some((sample) => sample.guesses.length) ? "Held-out sentences; the marked word was hidden." : "Held-out sentences, continued." }));
 }
 
 // Rows become points; a long line is averaged over neighbours.
@@ -233,7 +266,7 @@ function runCard(run, index) {
   const told = facts([["state", run.state], ["step", steps(run)], ["tokens", run.tokens === null ? "–" : shortCount(run.tokens)], ["best held out", Number.isFinite(best) ? number(best) : "–"],
     ...Object.entries(referencesOf(run.name)).map(([text, y]) => [text, number(y, 2)]), ["last line", `${age(run)} ago`]]);
   told.lastElementChild.lastElementChild.dataset.age = run.name;
-  return card(run.name, run.kind, told, drawNotes(run.name), small("learning rate", rates), small("gradient norm", norms));
+  return card(run.name, run.kind, told, drawNotes(run.name), drawOwn(run.name), small("learning rate", rates), small("gradient norm", norms));
 }
 
 // What the doctor says about a run: the worst first.
@@ -246,7 +279,7 @@ function drawNotes(run) {
     el("p", { class: "numbers", text: evidence(finding.evidence) }), el("p", { text: finding.cause }),
     finding.command ? el("details", { "data-finding": `${run}/${finding.rule}` }, el("summary", { text: "Try" }), el("pre", { tabindex: 0, text: finding.command })) : null));
   const sentence = found.state === "failed" ? found.error
-    : !found.number ? "The doctor examines this run when the machine has time for it."
+    : !found.number ? `${parts.length ? "This is what the run itself has found. " : ""}The doctor examines this run when the machine has time for it.`
     : `${parts.length ? "" : "Nothing is wrong. "}${found.rules} rules were examined.${found.state === "examining" ? " The log has grown: they are examined again." : ""}`;
   return el("section", { class: "notes", "aria-label": `The doctor's notes on ${run}` }, el("h3", { text: "The doctor" }),
     parts, el("p", { class: "note", text: sentence }),
