@@ -169,7 +169,7 @@ def test_a_permutation_is_the_order_of_attention(connect: Any, folders: dict[str
             (mask,) = ask(client, "/attention/heads", **body, permutation=permutation)["kinds"]["encoder"]["masks"]
             assert mask["name"] == "permutation"
             weights = np.array(ask(client, "/attention", **body, permutation=permutation)["weights"]["encoder"])
-            visible = (weights > 0).any((0, 1))
+            visible = np.asarray((weights > 0).any((0, 1)))
             assert sorted(visible.sum(1)) == list(range(1, len(visible) + 1))
             assert visible.diagonal().all()
             assert np.array_equal(np.frombuffer(base64.b64decode(mask["cells"]), np.uint8), visible.ravel())

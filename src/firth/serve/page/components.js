@@ -174,7 +174,7 @@ export function maskFigure(mask, size = 110) {
   const canvas = el("canvas", { class: "matrix", role: "img", "aria-label": `attention mask: ${mask.name}`, style: { width: `${size}px`, height: `${Math.max(8, Math.round((size * mask.rows) / mask.columns))}px`, border: "1px solid var(--line)" } });
   paintCells(canvas, Array.from(decodeCells(mask.cells)), mask.rows, mask.columns, 1);
   const layers = mask.layers.length ? `${mask.layers.length === 1 ? "layer" : "layers"} ${ranges(mask.layers)}` : "";
-  return el("figure", { class: "figure" }, canvas, el("figcaption", {}, mask.name, layers ? el("br") : null, layers));
+  return el("figure", { class: "figure mask-figure" }, canvas, el("figcaption", {}, mask.name, layers ? el("br") : null, layers));
 }
 
 export function ranges(numbers) {
