@@ -188,6 +188,10 @@ def test_checkpoints_are_sampled(tmp_path: Path, folders: dict[str, Path], monke
     (sample,) = client.post("/runs/samples", json={"run": "fills", "text": "the ___ is red"}).json()["samples"]
     assert len(sample["blanks"][0]["guesses"]) == 5
     assert client.get("/runs/log", params={"name": "fills"}).json()["references"] == {}
+    # without a text, each model gets one that suits it
+    (filled,) = client.post("/runs/samples", json={"run": "fills"}).json()["samples"]
+    assert len(filled["blanks"]) == 1
+    assert client.post("/runs/samples", json={"run": "run"}).json()["samples"][0]["text"].startswith("The")
 
 
 def test_one_checkpoint_that_fails_costs_no_other_its_sample(

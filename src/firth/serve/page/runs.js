@@ -46,6 +46,8 @@ async function readLog(run) {
   logs.set(run, { version: found.version, next: isOlder ? now.next : found.next_row, rows, references: found.references, maxSteps: found.run.max_steps, hasAsked: rows.length > 1 });
 }
 
+export { append, logs, readLog };
+
 async function readNotes(run) {
   notes.set(run, await get(`/runs/notes?name=${encodeURIComponent(run)}`, `notes-${run}`));
 }
