@@ -516,7 +516,7 @@ HEALTHY: dict[str, Case] = {
 REAL_TEXT: dict[str, Any] = {"max_seq_length": 64}
 GPT2: dict[str, Any] = {"preset": "gpt2-tiny", "optim": "adamw"}
 LONG: dict[str, Any] = {"vocab_size": 1000, "text": partial(plain_text, 1500), "max_steps": 400}
-FEW: dict[str, Any] = {"vocab_size": 1000, "text": partial(plain_text, 12)}
+FEW: dict[str, Any] = {"vocab_size": 1000, "text": partial(plain_text, 60)}  # fewer may leave no held-out document
 UNSEEN: dict[str, Case] = {
     "sick-encoder-rate": trained(
         "rate-too-high", f"{STUCK} growing-weights", **ENCODER, **LONG, optim="adamw", learning_rate=0.5

@@ -18,7 +18,7 @@ from firth.evaluate.pretraining_report import (
     find_passages,
     shorten,
 )
-from firth.generate.fill import fill_texts
+from firth.generate.fill import Guess, fill_texts
 from firth.generate.loop import iterate_decode_steps
 from firth.generate.text import make_prompt_texts
 from firth.models import EncoderDecoder, Model
@@ -64,7 +64,7 @@ def fill_passages(model: Model, passages: Sequence[Passage], deadline: float) ->
     """Fill the blank of each passage: an encoder all in one batch, an encoder-decoder as many as there is time for."""
     texts = [f"{passage.before}[MASK]{passage.after}" for passage in passages]
     is_generated = isinstance(model, EncoderDecoder) or model.config.has_sentinel_prompt
-    found = []
+    found = list[Sequence[Guess]]()
     for batch in [[text] for text in texts] if is_generated else [texts]:
         if found and time.monotonic() > deadline:
             break

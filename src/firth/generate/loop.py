@@ -15,7 +15,7 @@ N sequences, B of them still computed, L positions, V vocabulary.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import takewhile
 
@@ -138,7 +138,7 @@ def iterate_decode_steps(
     logprobs: bool = False,
     seeds: Sequence[int] | None = None,
     first_row: int = 0,
-) -> Iterator[DecodedBatch]:
+) -> Generator[DecodedBatch, None, None]:
     """Yield the growing batch after each step; it is one object, updated in place.
 
     `seeds` gives each prompt its own seed. Its samples then do not depend on the batch around it.
