@@ -321,13 +321,17 @@ class HeadTask:
             read_logits = runner.launch(padded, self.tokenizer.vocab.pad)
             seen_shapes.add(batch_shape(padded))
             self.num_shapes = len(seen_shapes)
-            cut = partial(unpad_logits, before=batch_shape(inputs), after=batch_shape(padded))
-            launched.append((chunk, packed, lambda read=read_logits, cut=cut: cut(read())))  # type: ignore[misc]
+            launched.append((chunk, packed, partial(read_unpadded, read_logits, inputs, padded)))
             if len(launched) > runner.num_ahead:
                 done, was_packed, read = launched.popleft()
                 yield done, read(), was_packed
         for done, was_packed, read in launched:
             yield done, read(), was_packed
+
+
+def read_unpadded(read_logits: Callable[[], Array], batch: Batch, padded: Batch) -> Array:
+    """Wait for the logits of a padded batch, and cut them to those of the batch."""
+    return unpad_logits(read_logits(), batch_shape(batch), batch_shape(padded))
 
 
 def next_token_labels(input_ids_BT: Array, document_ids_BT: Array) -> Array:
