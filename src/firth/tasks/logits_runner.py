@@ -29,14 +29,8 @@ from firth.core.console import warn
 from firth.models import Model
 from firth.objectives import Batch
 from firth.objectives.batch import to_host_tensor
-from firth.tasks.shape_buckets import (
-    BatchShape,
-    batch_shape,
-    next_power_of_two,
-    pad_batch,
-    round_up_to_multiple,
-    unpad_logits,
-)
+from firth.tasks.packing import next_power_of_two
+from firth.tasks.shape_buckets import BatchShape, batch_shape, pad_batch, round_up_to_multiple, unpad_logits
 from firth.train import ComputeConfig
 from firth.train.cuda_graphs import clean_up_failed_capture
 
