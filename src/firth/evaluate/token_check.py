@@ -10,7 +10,9 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from firth.tokens import Tokenizer
+from firth.core.errors import UserError
+from firth.tasks.chat import CHAT_TEMPLATE_KEY, ChatTemplate
+from firth.tokens import Tokenizer, load_tokenizer
 
 SCRIPT_TEXTS = (  # "Where is the library?" or near it, in 25 scripts
     "Where is the library, and who's got the keys?",
@@ -69,10 +71,19 @@ ODD_TEXTS = (
 )
 
 
+TEMPLATE_TEXTS = (SCRIPT_TEXTS[0], SCRIPT_TEXTS[3], "")  # with special tokens, alone and in pairs
+DIALOGUES = (
+    (("user", SCRIPT_TEXTS[0]),),
+    (("system", "Be brief."), ("user", SCRIPT_TEXTS[3]), ("assistant", "  In town. "), ("user", "Thanks!")),
+)
+
+
 def compare_token_ids(tokenizer: Tokenizer | None, folder: Path) -> list[str] | None:
     """Return the texts of this module of which `transformers` makes other ids by the tokenizer in a folder.
 
-    None: `transformers` has no such tokenizer, as for ELMo's characters and for texts that are read backwards.
+    Texts are compared without special tokens; some also with them, alone, in pairs and as a dialogue if the tokenizer
+    has a chat template. None: `transformers` has no such tokenizer, as for ELMo's characters and for texts that are
+    read backwards.
     """
     if tokenizer is None or tokenizer.kind == "elmo-characters" or tokenizer.is_reversed:
         return None
@@ -80,8 +91,43 @@ def compare_token_ids(tokenizer: Tokenizer | None, folder: Path) -> list[str] | 
 
     theirs: Any = AutoTokenizer.from_pretrained(folder)
     texts = (*SCRIPT_TEXTS, *ODD_TEXTS)
-    return [
+    different = [
         text
         for text in texts
         if theirs(text, add_special_tokens=False)["input_ids"] != tokenizer.encode(text, parse_special=True)
     ]
+    return different + differing_templates(load_tokenizer(folder), theirs) + differing_dialogues(tokenizer, theirs)
+
+
+def differing_templates(saved: Tokenizer, theirs: Any) -> list[str]:
+    """Return the texts and pairs that have other ids or token types with special tokens, by the tokenizer in a folder.
+
+    `transformers` classes that are named after a model may replace the template of tokenizer.json by their own: some
+    add a begin token, some double the separator.
+    """
+    different = []
+    for first in TEMPLATE_TEXTS:
+        for second in (None, *filter(None, TEMPLATE_TEXTS)):  # transformers takes an empty second text for none
+            ours = saved.backend.encode(first, second, add_special_tokens=True)
+            found = theirs(first, second)
+            types = found.get("token_type_ids", ours.type_ids)
+            if (found["input_ids"], types) != (ours.ids, ours.type_ids):
+                different.append(first if second is None else f"{first} + {second}")
+    return different
+
+
+def differing_dialogues(tokenizer: Tokenizer, theirs: Any) -> list[str]:
+    """Return the first texts of the dialogues that the chat template renders to other ids."""
+    if not tokenizer.config.get(CHAT_TEMPLATE_KEY):
+        return []
+    template, different = ChatTemplate(tokenizer), []
+    for dialogue in DIALOGUES:
+        messages = [{"role": role, "content": content} for role, content in dialogue]
+        try:
+            rendered = template.render(dialogue, add_generation_prompt=True)
+        except UserError:  # templates may refuse a role, such as system
+            continue
+        found = theirs.apply_chat_template(messages, add_generation_prompt=True, return_dict=True)["input_ids"]
+        if found != tokenizer.encode(rendered, parse_special=True):
+            different.append(dialogue[0][1])
+    return different
