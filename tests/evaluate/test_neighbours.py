@@ -52,6 +52,25 @@ def test_files_give_the_same_vectors_again(vectors: WordVectors, tmp_path: Path,
         np.testing.assert_array_equal(found.vectors_ND, VECTORS)
 
 
+def test_spacy_reads_our_file(tmp_path: Path) -> None:
+    """By the rules of `spacy init vectors` (spacy/training/initialize.py), without spaCy.
+
+    The first line is the number of rows and columns. In each line the last fields are numbers, the rest is the
+    word. Text mode ends a line at a carriage return too, and white space at the end of a line goes.
+    """
+    numbers = np.random.default_rng(0).normal(size=(4, 7)).astype(np.float32) * np.float32(1e-6)
+    words = WordVectors(["naïve", "東京", "12", "</s>"], numbers)
+    write_vectors(words, tmp_path / "out", "word2vec")
+    with (tmp_path / "out" / "vectors.txt").open(encoding="utf8") as file:
+        rows, columns = (int(size) for size in next(file).split())
+        fields = [line.rstrip().rsplit(" ", columns) for line in file]
+    assert (rows, columns) == (len(fields), 7) == (4, 7)
+    assert [word for word, *_ in fields] == words.words
+    np.testing.assert_array_equal(np.array([row for _, *row in fields], "f"), numbers)
+    with pytest.raises(UserError, match="contains a space"):
+        write_vectors(WordVectors(["a\rb"], numbers[:1]), tmp_path / "more", "word2vec")
+
+
 def test_gensim_opens_our_files_and_we_open_its(vectors: WordVectors, tmp_path: Path) -> None:
     models = pytest.importorskip("gensim.models")
     random = WordVectors(["naïve", "東京", "x"], np.random.default_rng(0).normal(size=(3, 7)).astype(np.float32))
