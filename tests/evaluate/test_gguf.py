@@ -15,7 +15,7 @@ import torch
 from firth import api
 from firth.core.errors import UserError
 from firth.evaluate.gguf_check import TOLERANCES
-from firth.evaluate.gguf_export import write_gguf_folder
+from firth.evaluate.gguf_export import make_modelfile, write_gguf_folder
 from firth.evaluate.gguf_layout import find_architecture
 from firth.evaluate.gguf_tokenizer import make_gguf_tokenizer
 from firth.evaluate.gguf_writer import quantize_q8_0
@@ -24,6 +24,7 @@ from firth.models import Model, ModelConfig, make_model
 from firth.models import presets as p
 from firth.models.config import LearnedPosition, LMHead, RopeScaling, Rotary, SlidingWindow, T5Bias
 from firth.models.task_heads import head_for_task
+from firth.tasks.chat import ChatTemplate, add_chat_template
 from firth.tokens import Tokenizer, train_tokenizer
 
 gguf = pytest.importorskip("gguf")
@@ -113,6 +114,78 @@ def test_the_reference_reader_reads_what_was_written(
     assert np.abs(tensors["blk.1.attn_output.weight"] - ours).max() < limit
     norm = model.stack.blocks[1].mlp_norm.weight.detach().numpy()  # type: ignore[union-attr, index]
     np.testing.assert_array_equal(tensors["blk.1.layer_output_norm.weight"], norm)
+
+
+def known_names(architecture: str, num_layers: int) -> set[str]:
+    """The tensors that gguf's table lists for an architecture of llama.cpp."""
+    number = {name: arch for arch, name in gguf.MODEL_ARCH_NAMES.items()}[architecture]
+    names = [gguf.TENSOR_NAMES[tensor] for tensor in gguf.MODEL_TENSORS[number]]
+    return {name.format(bid=i) + ".weight" for name in names for i in range(num_layers)}
+
+
+def test_modernbert_has_the_tensors_and_settings_of_llama_cpp(
+    own_tokenizers: dict[str, Tokenizer], tmp_path: Path
+) -> None:
+    model = saved_model("modern-bert", own_tokenizers, tmp_path / "saved")
+    made = write_gguf_folder(tmp_path / "saved", tmp_path / "gguf", "f32")
+    entries, tensors = read_entries(tmp_path / "gguf" / made["file"])
+    assert entries["general.architecture"] == "modern-bert"
+    assert entries["modern-bert.attention.sliding_window"] == 8
+    assert entries["modern-bert.attention.sliding_window_pattern"] == [False, True, True, False]
+    assert (entries["modern-bert.rope.freq_base"], entries["modern-bert.rope.freq_base_swa"]) == (160000.0, 10000.0)
+    assert entries["modern-bert.attention.causal"] is False
+    unknown = set(tensors) - known_names("modern-bert", 4)
+    assert unknown == set()
+    parts = ("attn_norm", "attn_qkv", "attn_output", "ffn_norm", "ffn_up", "ffn_down")
+    expected = {f"blk.{i}.{part}.weight" for i in range(4) for part in parts} - {"blk.0.attn_norm.weight"}
+    assert set(tensors) == expected | {f"{name}.weight" for name in ("token_embd", "token_embd_norm", "output_norm")}
+    block = model.stack.blocks[3]  # type: ignore[union-attr, index]
+    for name, weight in (("attn_qkv", block.attention.qkv.weight), ("ffn_up", block.mlp.up.weight)):
+        np.testing.assert_array_equal(tensors[f"blk.3.{name}.weight"], weight.detach().numpy())
+
+
+@pytest.mark.parametrize("family", ["t5", "t5-gated"])
+def test_t5_has_the_tensors_and_settings_of_llama_cpp(
+    family: str, own_tokenizers: dict[str, Tokenizer], tmp_path: Path
+) -> None:
+    model = saved_model(family, own_tokenizers, tmp_path / "saved")
+    made = write_gguf_folder(tmp_path / "saved", tmp_path / "gguf", "f32")
+    assert not (tmp_path / "gguf" / "Modelfile").exists(), "Ollama has no encoder-decoders"
+    entries, tensors = read_entries(tmp_path / "gguf" / made["file"])
+    assert (entries["general.architecture"], entries["tokenizer.ggml.model"]) == ("t5", "t5")
+    assert (entries["t5.block_count"], entries["t5.decoder_block_count"]) == (2, 2)
+    assert entries["t5.attention.relative_buckets_count"] == 32
+    assert set(tensors) - known_names("t5", 2) == set()
+    parts = ["attn_norm", "attn_q", "attn_k", "attn_v", "attn_o", "ffn_norm", "ffn_up", "ffn_down"]
+    parts += ["ffn_gate"] if family == "t5-gated" else []
+    cross = [f"cross_attn_{part}" for part in ("norm", "q", "k", "v", "o")]
+    expected = {f"{side}.blk.{i}.{part}.weight" for side in ("enc", "dec") for i in range(2) for part in parts}
+    expected |= {f"dec.blk.{i}.{part}.weight" for i in range(2) for part in cross}
+    expected |= {f"{side}.{name}.weight" for side in ("enc", "dec") for name in ("output_norm", "blk.0.attn_rel_b")}
+    assert set(tensors) == expected | {"token_embd.weight", "output.weight"}
+    if family == "t5":  # version 1.0 scales the logits of its shared embeddings, and llama.cpp does not
+        np.testing.assert_allclose(tensors["output.weight"], tensors["token_embd.weight"] * 64**-0.5, rtol=1e-6)
+    out = model.decoder.blocks[1].cross.out.weight.detach().numpy()  # type: ignore[union-attr, index]
+    np.testing.assert_array_equal(tensors["dec.blk.1.cross_attn_o.weight"], out)
+
+
+def test_the_chat_template_of_the_modelfile(own_tokenizers: dict[str, Tokenizer]) -> None:
+    """Firth's own template in Ollama's language; any other is read from the GGUF file by Ollama."""
+    config = p.llama(1, 32, 2, 48, own_tokenizers["byte-bpe"].vocab.size + 3, position=Rotary(length=128))
+    model, tokenizer = make_model(config), add_chat_template(own_tokenizers["byte-bpe"], config, ())
+    message = '<|{{ .Role }}|> {{ .Content }}{{ if eq .Role "assistant" }}<|endoftext|>{{ end }}'
+    assert make_modelfile(model, tokenizer, "f16").splitlines() == [
+        "FROM ./model-f16.gguf",
+        'TEMPLATE """{{ range .Messages }}' + message + '{{ end }}<|assistant|>"""',
+        'PARAMETER stop "<|endoftext|>"',
+        "PARAMETER num_ctx 128",
+    ]
+    rendered = ChatTemplate(tokenizer).render([("user", "Hi"), ("assistant", "Yo"), ("user", "?")], True)
+    assert rendered.endswith("<|user|> Hi<|assistant|> Yo<|endoftext|><|user|> ?<|assistant|>"), "the same by hand"
+    other = Tokenizer(
+        tokenizer.backend, tokenizer.special_tokens, tokenizer.config | {"chat_template": "{{ messages }}"}
+    )
+    assert "TEMPLATE" not in make_modelfile(model, other, "f16")
 
 
 def test_q8_0_is_that_of_the_reference() -> None:
