@@ -341,7 +341,7 @@ def find_dropped(job: Job, entries: Sequence[Mapping[str, Any]], dedup: str) -> 
     """Return which documents are duplicates, (D,)."""
     firsts = first_documents([entry["documents"] for entry in entries])
     is_dropped = np.zeros(int(firsts[-1]), bool)
-    specs = [{"num_documents": len(is_dropped)}] * job.num_ranges
+    specs: list[dict[str, Any]] = [{"num_documents": len(is_dropped)}] * job.num_ranges
     inputs = blake2b("".join(entry["sha256"] for entry in entries).encode()).hexdigest()
     if dedup != "none":
         exact = job.run_stage("exact", "finding duplicates", specs, inputs=inputs)
