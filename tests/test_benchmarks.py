@@ -16,8 +16,8 @@ import pytest
 import torch
 
 from firth.models.config import LearnedPosition
-from firth.models.presets import bert, gpt2, llama, t5, t5_v1_1
-from firth.objectives import CLM, MLM, SpanCorruption
+from firth.models.presets import bert, get_preset, gpt2, llama, t5, t5_v1_1
+from firth.objectives import CLM, MLM, OBJECTIVES, SpanCorruption
 from firth.tokens import train_tokenizer
 from firth.tokens.extend import extend_tokenizer, propose_tokens
 from firth.train import ComputeConfig
@@ -883,6 +883,118 @@ def test_a_real_sweep(corpus_file: Path, tmp_path: Path, capsys: pytest.CaptureF
     facts = json.loads(capsys.readouterr().out.splitlines()[-1])["laws"]["encoder (cpu)"]
     assert len(facts["runs"]) == 8
     assert all(2 < loss < 8 for *_, loss in facts["runs"])
+
+
+# --- ablations
+
+
+def write_ablation_data(folder: Path) -> Path:
+    """Two files of minimal pairs, and a task."""
+    pair = {"good": "the heron sees the otter", "bad": "the heron see the otter"}
+    files = {
+        "minimal_pairs/some.dev": [pair | {"uid": "a", "term": "agreement"}, pair | {"uid": "b", "term": "agreement"}],
+        "minimal_pairs/more.dev": [pair | {"uid": "c", "term": "islands"}],
+        **{
+            f"classification/sst2.{part}": [{"text": f"a {w} text", "label": w} for w in ("good", "bad")] * 8
+            for part in ("train", "dev")
+        },
+    }
+    for name, rows in files.items():
+        file = folder / f"{name}.jsonl.xz"
+        file.parent.mkdir(parents=True, exist_ok=True)
+        with lzma.open(file, "wt") as lines:
+            lines.writelines(json.dumps(row) + "\n" for row in rows)
+    return folder
+
+
+def test_changes_are_judged_by_two_floors(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Figures that a person can check: the baseline's seeds deviate by a point, so two points count."""
+    script("parallel_runs")
+    ablations, computed = script("ablations"), list[str]()
+    pairs = {"baseline": 0.70, "good": 0.725, "same": 0.715, "loses": 0.76}
+
+    def fake(value: Any) -> Any:
+        def step(run: Any, name: str = "") -> Any:
+            run.folder.mkdir(parents=True, exist_ok=True)
+            computed.append(f"{run.folder.name} {name}")
+            return value(run)
+
+        return step
+
+    def accuracy(run: Any) -> dict[str, float]:
+        mean = pairs[run.change] + 0.01 * run.seed
+        return {"a": mean - 0.1, "b": mean, "c": mean + 0.1}
+
+    monkeypatch.setattr(ablations, "make_shards", lambda args: tmp_path)
+    monkeypatch.setattr(ablations, "pretrain_run", fake(lambda run: {"eval_loss": 3.0}))
+    monkeypatch.setattr(ablations, "score_minimal_pairs", fake(accuracy))
+    monkeypatch.setattr(
+        ablations, "finetune_run", fake(lambda run: 0.8 + 0.01 * run.seed - 0.1 * (run.change == "loses"))
+    )
+    data = str(write_ablation_data(tmp_path / "data"))
+    words = ["--text", "x", "--data", data, "--output-dir", str(tmp_path / "work"), "--tasks", "sst2"]
+    words += [word for name in pairs if name != "baseline" for word in ("--change", name, "seed=1")]
+    ablations.main([*words, "--json"])
+    result = json.loads(capsys.readouterr().out.splitlines()[-1])
+    assert result["floors"] == {"loss": 0, "pairs": pytest.approx(0.01), "sst2": pytest.approx(0.01)}
+    verdicts = {name: row["verdict"] for name, row in result["changes"].items()}
+    assert verdicts == {"baseline": "", "good": "within chance", "same": "within chance", "loses": "loses on sst2"}
+    assert result["changes"]["good"]["gains"]["pairs"] == pytest.approx(0.015)
+    assert len(computed) == 6 * 3
+    pairs["good"] = 0.75
+    (tmp_path / "work/runs/good-0/ablation.json").write_text('{"pretraining": {"eval_loss": 2.9}}')
+    ablations.main([*words, "--dry-run"])
+    assert "minimal pairs, sst2" in capsys.readouterr().out.replace("\n", " ")
+    ablations.main([*words, "--json"])
+    printed = capsys.readouterr()
+    row = json.loads(printed.out.splitlines()[-1])["changes"]["good"]
+    assert (row["verdict"], row["means"]["loss"]) == ("helps", 2.9)
+    assert computed[18:] == ["good-0 ", "good-0 sst2"], "finished steps are not computed again"
+
+
+def test_mistakes_of_ablations_are_explained(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    script("parallel_runs")
+    data = str(write_ablation_data(tmp_path))
+    words = ["--text", "x", "--output-dir", str(tmp_path / "work")]
+    for more, message in (
+        (["--data", data, "--changes", "gate"], "--changes gate is none of mlm"),
+        (["--data", data, "--tasks", "cola"], "--tasks cola is none of sst2"),
+        (["--data", data, "--change", "mine"], "at least one KEY=VALUE"),
+        (["--data", str(tmp_path / "none")], "has no minimal_pairs"),
+    ):
+        with pytest.raises(SystemExit):
+            script("ablations").main([*words, *more])
+        assert message in capsys.readouterr().err
+
+
+def test_each_change_is_a_recipe() -> None:
+    from firth.recipes import pretraining_recipe
+    from firth.recipes.pretraining import SHAPE_RECIPES
+    from firth.train import apply_overrides, parse_overrides
+
+    script("parallel_runs")
+    recipe = pretraining_recipe(get_preset("encoder-6x384"), **SHAPE_RECIPES["encoder"])
+    for name, fields in script("ablations").CHANGES.items():
+        changes = parse_overrides(list(fields))
+        objective = changes.pop("objective", None)
+        changed = apply_overrides(recipe, changes)
+        changed.check()
+        assert objective in OBJECTIVES or changed != recipe, name
+
+
+@pytest.mark.slow
+def test_a_real_ablation(corpus_file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    script("parallel_runs")
+    data = str(write_ablation_data(tmp_path / "data"))
+    words = ["--text", str(corpus_file), "--data", data, "--output-dir", str(tmp_path / "work"), "--passes", "1"]
+    words += ["--shape", "encoder-1x64", "--vocab-size", "300", "--tasks", "sst2", "--task-steps", "2", "--seeds", "2"]
+    script("ablations").main([*words, "--changes", "gates", "--json"])
+    result = json.loads(capsys.readouterr().out.splitlines()[-1])
+    assert result["changes"]["gates"]["verdict"]
+    assert 2 < result["changes"]["gates"]["means"]["loss"] < 7
+    assert (tmp_path / "work/runs/gates-0/sst2/results.json").is_file()
 
 
 def test_the_default_beside_a_grid(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
