@@ -222,10 +222,14 @@ def test_each_law_orders_and_reproduces_its_own_runs() -> None:
         assert ordered == sorted(ordered), name
 
 
+@pytest.mark.usefixtures("on_cpu")
 def test_no_run_is_expected_to_be_worse_than_token_frequencies() -> None:
-    law = read_loss_table()["encoder, mlm"]
-    assert law.loss(1e9, 1e6, 1e6, 7.2) == 7.2
-    assert law.loss(1e6, 1e6, 1e6, 7.2) < 7.2
+    plan = make_planner(minutes=1.0)
+    large, small = (plan.plan_run(name, get_preset(name)) for name in ("bert-large", "bert-base"))
+    assert large.expected_loss == small.expected_loss == large.to_dict()["expected_loss"] == WORDS_10M.unigram_entropy
+    assert large.loss > small.loss, "sizes are told apart nevertheless"
+    tiny = make_planner(minutes=60.0).plan_run("bert-tiny", get_preset("bert-tiny"))
+    assert tiny.expected_loss == tiny.loss < 7
 
 
 def test_a_law_that_was_measured_on_a_cpu_is_for_cpus() -> None:

@@ -104,7 +104,7 @@ class PretrainPlan:
             **planned,
             "seconds": run.seconds,
             "peak_memory_bytes": run.memory_bytes,
-            "expected_loss": run.loss,
+            "expected_loss": run.expected_loss,
         }
 
     @contextmanager

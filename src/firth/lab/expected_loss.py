@@ -6,7 +6,7 @@ with the default recipe, and the law that fits them (`scaling_law.py`). Each ent
 Losses per token depend on text and vocabulary: more tokens of vocabulary make each one harder to predict. So a loss is
 scaled by the ratio of the two unigram entropies, the loss of a model that knows token frequencies only. That is a rule
 of thumb, and another text is named among the points where the plan extrapolates. The order of the sizes does not
-depend on it. No run is expected to end above that entropy.
+depend on it.
 
 An entry whose name ends in "(cpu)" was measured on a CPU, with models and texts that a CPU trains in minutes. A plan
 for a CPU takes it where there is one.
@@ -40,8 +40,7 @@ class ExpectedLoss:
 
     def loss(self, parameters: float, tokens: float, text_tokens: float, unigram_entropy: float) -> float:
         """Return the expected held-out loss, in nats per token of the text's own tokenizer."""
-        share = self.fit.law.loss(parameters, tokens, text_tokens) / self.unigram_entropy
-        return min(share, 1.0) * unigram_entropy
+        return self.fit.law.loss(parameters, tokens, text_tokens) * unigram_entropy / self.unigram_entropy
 
     def extrapolations(
         self, parameters: float, tokens: float, text_tokens: float, unigram_entropy: float

@@ -107,6 +107,12 @@ class PlannedRun:
     memory_bytes: int
     loss: float
     extrapolations: dict[str, str] = field(default_factory=dict)
+    unigram_entropy: float = math.inf  # of the text: the loss of token frequencies, above which no run should end
+
+    @property
+    def expected_loss(self) -> float:
+        """Return the loss to show. Sizes are compared by `loss`, which tells them apart above that bound too."""
+        return min(self.loss, self.unigram_entropy)
 
     @property
     def tokens_per_second(self) -> float:
@@ -138,7 +144,7 @@ class PlannedRun:
             "is_timed": self.costs.is_timed,
             "seconds": self.seconds,
             "memory_bytes": self.memory_bytes,
-            "expected_loss": self.loss,
+            "expected_loss": self.expected_loss,
             "extrapolations": self.extrapolations,
         }
 
@@ -171,7 +177,7 @@ class RunPlan:
         warmup = f"{recipe.warmup_steps:,} steps" if recipe.warmup_steps >= 0 else "10%"
         rate = f", {format_mask_rate(facts)}" if facts["mask_rate"] else ""
         others = [
-            f"{word} {other.name}: {other.loss:.2f}"
+            f"{word} {other.name}: {other.expected_loss:.2f}"
             for word, other in (("smaller", self.smaller), ("larger", self.larger))
             if other is not None
         ]
@@ -195,7 +201,7 @@ class RunPlan:
             *([f"dropout {recipe.model.dropout:g}"] if recipe.model.dropout else []),
             f"a checkpoint every {format_count(recipe.save_steps, 'step')}",
         ]
-        loss = f"expected held-out loss {run.loss:.2f}" + (f" ({'; '.join(others)})" if others else "")
+        loss = f"expected held-out loss {run.expected_loss:.2f}" + (f" ({'; '.join(others)})" if others else "")
         lines = [f"plan: {line}" for line in (*map(", ".join, (words, length, settings)), loss)]
         if run.extrapolations:
             points = "; ".join(f"{name}: {reason}" for name, reason in run.extrapolations.items())
@@ -337,7 +343,18 @@ class Planner:
             found["family"] = f"{law.family} was measured, not {recipe.model.family}"
         memory = costs.fixed_bytes + costs.row_bytes * self.micro_batch_rows(recipe, costs, rows)
         return PlannedRun(
-            name, recipe, parameters, costs, steps, passes, tokens_read, seconds, round(memory), law.loss(*point), found
+            name,
+            recipe,
+            parameters,
+            costs,
+            steps,
+            passes,
+            tokens_read,
+            seconds,
+            round(memory),
+            law.loss(*point),
+            found,
+            text.unigram_entropy,
         )
 
     def law(self, recipe: Recipe) -> ExpectedLoss:
@@ -564,7 +581,7 @@ def describe_misfit(recipe: Recipe, planner: Planner, name: str = "") -> str:
     own = planner.plan_run(name, recipe.model)
     best = planner.plan(recipe.model.architecture, times_steps=False).chosen
     size_ratio = max(own.parameters / best.parameters, best.parameters / own.parameters)
-    if own.loss < MISFIT_LOSS_RATIO * best.loss or size_ratio < MISFIT_SIZE_RATIO:
+    if own.expected_loss < MISFIT_LOSS_RATIO * best.expected_loss or size_ratio < MISFIT_SIZE_RATIO:
         return ""
     if recipe.minutes:
         budget = f"{recipe.minutes:g} minutes"
@@ -579,6 +596,6 @@ def describe_misfit(recipe: Recipe, planner: Planner, name: str = "") -> str:
     )
     return (
         f"{own.parameters / 1e6:,.3g}M parameters for {planner.text.tokens / 1e6:,.3g}M tokens and "
-        f"{budget}: {better} is expected to reach {best.loss:.2f} instead of {own.loss:.2f}{price}; "
+        f"{budget}: {better} is expected to reach {best.expected_loss:.2f} instead of {own.expected_loss:.2f}{price}; "
         "`firth plan` shows the choice"
     )

@@ -1,0 +1,159 @@
+"""Is the plan right? Plan a run, run it, and compare time, peak memory and held-out loss.
+
+    python benchmarks/plan_check.py --data TEXT [--models encoder,decoder,bert-tiny] [--minutes 1,2] [--output-dir WORK]
+        [--json]
+
+For each model and budget: `firth plan`, then the pretraining of the planned size with the planned settings, in a
+process of its own. The ratios are measured over predicted. Time is that of the process, libraries included. Peak memory
+is on a GPU what torch allocated, on a CPU the anonymous memory of the process beyond that of Python and torch, sampled
+fifty times a second. A run with minutes keeps its time whatever was planned, so the number of steps shows whether the
+speed was predicted.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import multiprocessing
+import tempfile
+import threading
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from firth import __version__
+from firth.api import plan, pretrain
+from firth.core.console import format_duration, quiet, say, show_table
+from firth.core.files import format_bytes
+from firth.train import choose_compute
+from firth.train.recipe import TrainingConfig
+
+PLANNED = {  # options of `pretrain`, and the figures of the plan that they take
+    "global_batch_tokens": "global_batch_tokens",
+    "learning_rate": "learning_rate",
+    "save_steps": "save_steps",
+    "max_seq_length": "row_length",
+    "vocab_size": "vocab_size",
+}
+
+SAMPLE_SECONDS = 0.02
+
+
+def anonymous_bytes() -> int:
+    """Return the memory of this process without pages of files (Linux)."""
+    status = Path("/proc/self/status").read_text(encoding="utf-8")
+    return 1024 * next(int(line.split()[1]) for line in status.splitlines() if line.startswith("RssAnon:"))
+
+
+class PeakMemory(threading.Thread):
+    """Samples the memory of this process until `stop`; `peak` is the most beyond that of the start."""
+
+    def __init__(self) -> None:
+        super().__init__(daemon=True)
+        self.done, self.start_bytes, self.peak = threading.Event(), anonymous_bytes(), 0
+
+    def run(self) -> None:
+        while not self.done.wait(SAMPLE_SECONDS):
+            self.peak = max(self.peak, anonymous_bytes() - self.start_bytes)
+
+    def stop(self) -> int:
+        self.done.set()
+        self.join()
+        return self.peak
+
+
+def compute_run(options: dict[str, Any]) -> dict[str, Any]:
+    """Pretrain, and return the results with the seconds and the peak memory of this process."""
+    start = time.monotonic()
+    import firth.train.pretrain  # noqa: F401, its libraries are not the run's memory
+
+    memory = PeakMemory()
+    memory.start()
+    results = pretrain(**options)
+    peak = memory.stop()
+    return {
+        "seconds": time.monotonic() - start,
+        "memory_bytes": torch.cuda.max_memory_allocated() if torch.cuda.is_available() else peak,
+        "loss": results["eval_loss"],
+        "steps": results["steps"],
+    }
+
+
+def run_alone(options: dict[str, Any]) -> dict[str, Any]:
+    with multiprocessing.get_context("spawn").Pool(1) as pool:
+        return pool.apply(compute_run, (options,))
+
+
+def check_plan(model: str, minutes: float, args: argparse.Namespace, folder: Path) -> dict[str, Any]:
+    """Plan and run one model, and return both."""
+    with quiet():
+        planned = plan(model, args.data, minutes=minutes)
+    chosen = planned["chosen"]
+    options = {name: chosen[key] for name, key in PLANNED.items()}
+    say(f"{model}, {minutes:g} minutes: running {chosen['model']}")
+    measured = run_alone(
+        {
+            "model": chosen["model"],
+            "data": args.data,
+            "output_dir": folder / f"{model}-{minutes:g}",
+            "minutes": minutes,
+            "overwrite": True,
+            **options,
+        }
+    )
+    figures = {"seconds": "seconds", "steps": "steps", "memory_bytes": "memory_bytes", "loss": "expected_loss"}
+    predicted = {name: chosen[key] for name, key in figures.items()}
+    ratios = {name: measured[name] / predicted[name] for name in figures}
+    return {
+        "asked": model,
+        "model": chosen["model"],
+        "minutes": minutes,
+        "predicted": predicted,
+        "measured": measured,
+        "ratios": ratios,
+        "extrapolates": sorted(chosen["extrapolations"]),
+    }
+
+
+def format_row(row: Mapping[str, Any]) -> tuple[str, ...]:
+    """Return model, minutes, and for each figure: predicted, measured and their ratio."""
+    formats = {
+        "seconds": format_duration,
+        "steps": "{:,}".format,
+        "memory_bytes": format_bytes,
+        "loss": "{:.2f}".format,
+    }
+    cells = []
+    for name, show in formats.items():
+        predicted, measured = row["predicted"][name], row["measured"][name]
+        cells.append(f"{show(predicted)} / {show(measured)} ({row['ratios'][name]:.2f})")
+    return row["model"], f"{row['minutes']:g}", *cells
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--data", required=True, help="a text, or shards")
+    parser.add_argument("--models", default="encoder,decoder,encoder-decoder", help="joined by commas")
+    parser.add_argument("--minutes", default="1,2", help="budgets, joined by commas (1,2)")
+    parser.add_argument("--output-dir", type=Path, help="keep the runs here")
+    parser.add_argument("--json", action="store_true", help="print one JSON object on the last line")
+    args = parser.parse_args(argv)
+    say(f"firth {__version__}; {choose_compute(TrainingConfig())}")
+    with tempfile.TemporaryDirectory() as temporary:
+        folder = args.output_dir or Path(temporary)
+        rows = [
+            check_plan(model, float(minutes), args, folder)
+            for model in args.models.split(",")
+            for minutes in args.minutes.split(",")
+        ]
+    columns = ["model", "minutes", "time", "steps", "peak memory", "held-out loss"]
+    show_table("Predicted / measured (ratio)", columns, [format_row(row) for row in rows])
+    if args.json:
+        print(json.dumps({"runs": rows}))
+
+
+if __name__ == "__main__":
+    main()
