@@ -378,6 +378,28 @@ def test_timings(shop: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     assert [line["step"] for line in weights] == [8]
 
 
+@pytest.mark.parametrize(
+    "damage",
+    [
+        {"seconds": [1]},
+        {"tokens": None},
+        {"device": 3},
+        {"steps": float("inf")},
+        {"memory_share": "x"},
+        {"steps": 10**400},
+    ],
+)
+def test_damaged_timings_are_left_out(damage: dict[str, Any]) -> None:
+    line = {"step": 1, "steps": 1, "tokens": 8, "seconds": 0.5, "data_wait": 0.1, "device": "cpu"}
+    assert sum_timings([line, line | damage, line]) == line | {
+        "steps": 2,
+        "tokens": 16,
+        "seconds": 1.0,
+        "data_wait": 0.2,
+    }
+    assert sum_timings([line | damage])["steps"] == 0
+
+
 @pytest.mark.slow
 def test_a_slow_dataloader_is_found(shop: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     import time

@@ -662,3 +662,9 @@ def test_the_parts_of_a_mixture_have_rates_and_notes(shards: dict[str, Path]) ->
         assert abs(shown.counts["sample"][name] - share) < 0.12
     assert sum(shown.counts["shown"][name] for name in shown.expected_rates) == pytest.approx(1)
     assert all(seen.notes[0].startswith("part ") for seen in shown.views)
+
+
+@pytest.mark.parametrize("rows", [0, 10_001, 2**63])
+def test_rows_beyond_any_page_are_refused_before_anything_is_read(rows: int, tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=r"--rows is \d+, and must be from 1 to 10,000"):
+        firth.show("bert-tiny", tmp_path / "missing.txt", rows=rows, output_dir=tmp_path)

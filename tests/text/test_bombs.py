@@ -98,6 +98,18 @@ def test_a_parquet_page_that_expands_without_end_is_refused(tmp_path: Path) -> N
         list(Corpus(tmp_path / "a.parquet"))
 
 
+def test_a_parquet_row_group_of_negative_length_is_refused(tmp_path: Path) -> None:
+    pyarrow, parquet = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
+    path = tmp_path / "a.parquet"
+    parquet.write_table(pyarrow.table({"text": ["a cat"] * 50}), path)
+    data = bytearray(path.read_bytes())
+    at = data.rfind(b"\x16\x64")  # in the last row group: a 64-bit field, 50 as a zigzag number
+    data[at + 1] = 0x63  # -50
+    path.write_bytes(data)
+    with pytest.raises(UserError, match=r"a.parquet: a damaged .parquet file: it has 50 rows, and its row groups -50"):
+        list(Corpus(path))
+
+
 SPECIAL: dict[str, Callable[[Path], Any]] = {
     "text": lambda path: list(Corpus(path)),
     "labelled": lambda path: read_labelled(path.rename(path.with_suffix(".csv")), "classify"),

@@ -16,7 +16,7 @@ from firth.commands.pretrain_static import STATIC_TOKENIZERS, pretrain_static
 from firth.commands.push import push_final
 from firth.commands.results import PlanResult, PretrainResult, ResumeProof, ShowResult
 from firth.core.console import report_errors, say
-from firth.core.errors import Interrupted, UserError
+from firth.core.errors import Interrupted, UserError, shorten
 from firth.core.html import resolve_page_path
 from firth.core.serialization import from_dict, to_dict
 from firth.recipes import default_vocab_size
@@ -24,6 +24,8 @@ from firth.text import HELD_OUT_FRACTION
 from firth.train.clock import RunClock
 from firth.train.launch_env import require_single_process, silence_other_ranks
 from firth.train.recipe import Recipe
+
+MAX_SHOWN_ROWS = 10_000  # of `show`
 
 if TYPE_CHECKING:
     from firth.lab.show import BatchPreview
@@ -228,8 +230,8 @@ def show(
     Takes the arguments of `pretrain`. Writes show.html to `output_dir`, and to the terminal if `printed`. With `task`
     ("lm", "preference" or "reward") `model` is a checkpoint and `data` a labelled file, whose labels are shown.
     """
-    if rows < 1:
-        raise UserError(f"--rows is {rows}, and must be at least 1.")
+    if not 1 <= rows <= MAX_SHOWN_ROWS:
+        raise UserError(f"--rows is {shorten(rows)}, and must be from 1 to {MAX_SHOWN_ROWS:,}.")
     page = resolve_page_path(Path(output_dir), "show", overwrite)
     if task is not None:
         given = {"tokenizer": tokenizer, "objective": objective, "config": config, "KEY=VALUE": overrides, **options}

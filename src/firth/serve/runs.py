@@ -32,7 +32,7 @@ from firth.core.files import read_json, read_yaml
 from firth.train.folder import LOCK_FILE
 from firth.train.log import is_log_line, token_loss_name
 from firth.train.samples import SAMPLES_FILE, read_samples
-from firth.train.timings import TIMINGS_FILE
+from firth.train.timings import TIMINGS_FILE, is_timings_line
 
 LOG_FILE, RECIPE_FILE, RESULTS_FILE = "log.jsonl", "recipe.yaml", "results.json"
 COLUMNS = ("step", "loss", "eval_loss", "learning_rate", "tokens", "grad_norm")
@@ -260,13 +260,14 @@ class TimingsTail:
     def add_line(self, text: bytes) -> None:
         try:
             line = json.loads(text.decode(), parse_constant=lambda _: None)
-            steps, tokens, seconds = (float(line[name]) for name in ("steps", "tokens", "seconds"))
-        except (ValueError, TypeError, KeyError, RecursionError):
+        except (ValueError, RecursionError):
             return
+        if not is_timings_line(line):
+            return
+        steps, tokens, seconds = (float(line[name]) for name in ("steps", "tokens", "seconds"))
         self.sums = (self.sums[0] + steps, self.sums[1] + tokens, self.sums[2] + seconds)
         self.recent.append((steps, tokens, seconds))
-        share = line.get("memory_share")
-        self.device_memory_share = float(share) if isinstance(share, int | float) else self.device_memory_share
+        self.device_memory_share = line.get("memory_share", self.device_memory_share)
 
     def measure(self, num_lines: int = 0) -> tuple[float | None, float | None]:
         """Return tokens and steps per second, over all lines or the last ones; None where nothing is known."""

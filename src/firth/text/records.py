@@ -145,6 +145,7 @@ def read_parquet_records(
             columns = [metadata.schema.column(i) for i in range(metadata.num_columns)]
             texts = [c.path for c in columns if c.physical_type == "BYTE_ARRAY" and "." not in c.path]  # not of lists
             table = parquet.ParquetFile(file, metadata=metadata, pre_buffer=False, read_dictionary=texts)
+            check_parquet_rows(metadata, str(path))
             size, num_rows = path.stat().st_size, max(metadata.num_rows, 1)
             empty_record = dict.fromkeys(table.schema_arrow.names)
             names = [column for column in empty_record if column in wanted_columns]
@@ -165,6 +166,15 @@ def parquet_batch_rows(metadata: Any) -> int:
     """Number of rows per batch, from their mean size."""
     size = sum(metadata.row_group(i).total_byte_size for i in range(metadata.num_row_groups))
     return max(1, min(1024, PARQUET_BATCH_BYTES * metadata.num_rows // max(size, 1)))
+
+
+def check_parquet_rows(metadata: Any, name: str) -> None:
+    """Raise a UserError for numbers of rows that do not fit: pyarrow ends the process on a row group of -1 rows."""
+    counts = [metadata.row_group(i).num_rows for i in range(metadata.num_row_groups)]
+    if min(counts, default=0) < 0 or sum(counts) != metadata.num_rows:
+        raise UserError(
+            f"{name}: a damaged .parquet file: it has {metadata.num_rows:,} rows, and its row groups {sum(counts):,}."
+        )
 
 
 def check_parquet_expansion(metadata: Any, num_bytes: int, name: str) -> None:

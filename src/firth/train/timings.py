@@ -16,11 +16,13 @@ from typing import Any
 import torch
 
 from firth.train.compute import ComputeConfig
-from firth.train.log import RunLog
+from firth.train.log import MAX_LOGGED_NUMBER, RunLog
 from firth.train.resources import measure_flops
 
 TIMINGS_FILE = "timings.jsonl"
 LINE_SECONDS = 10.0  # of training between two lines
+SUM_NAMES = ("steps", "tokens", "seconds", "data_wait")  # sums of a line
+DEVICE_NUMBERS = ("device_flops", "memory_share")  # facts of a GPU
 WARMUP_STEPS = 3  # steps that are not timed: they compile and warm caches
 
 
@@ -32,7 +34,7 @@ class StepTimings:
         self.first_timed_step = step + WARMUP_STEPS
         self.step, self.is_waiting_since = step, 0.0
         self.wait = 0.0  # seconds that the current step waited for its batch
-        self.sums = dict.fromkeys(("steps", "tokens", "seconds", "data_wait"), 0.0)  # since the last line
+        self.sums = dict.fromkeys(SUM_NAMES, 0.0)  # since the last line
         self.totals = dict(self.sums)
         self.device_facts: dict[str, Any] = {"device": self.device.type}
         if path is not None and self.device.type == "cuda":
@@ -81,7 +83,16 @@ class StepTimings:
             self.log.file.close()
 
 
+def is_timings_line(line: Any) -> bool:
+    """Whether a line has its sums, as numbers, and facts of the device of their kinds: a file may be damaged."""
+    if not isinstance(line, dict) or not isinstance(line.get("device", ""), str):
+        return False
+    numbers = [*(line.get(name) for name in SUM_NAMES), *(line.get(name, 0) for name in DEVICE_NUMBERS)]
+    return all(isinstance(value, int | float) and 0 <= value <= MAX_LOGGED_NUMBER for value in numbers)
+
+
 def sum_timings(lines: list[dict[str, Any]]) -> Mapping[str, Any]:
     """Add up the lines of a run; facts of the device are those of the last line."""
-    totals = {name: sum(line.get(name, 0) for line in lines) for name in ("steps", "tokens", "seconds", "data_wait")}
+    lines = [line for line in lines if is_timings_line(line)]
+    totals = {name: sum(line[name] for line in lines) for name in SUM_NAMES}
     return {**(lines[-1] if lines else {}), **totals}

@@ -48,7 +48,7 @@ from firth.models.hf.checkpoint import (
     read_forced_tokens,
     write_model,
 )
-from firth.models.hf.config_io import special_token_ids
+from firth.models.hf.config_io import read_stored_objective, special_token_ids
 from firth.models.hf.registry import FAMILY_LAYOUTS
 from firth.models.model import ForcedTokens
 from firth.models.presets import (
@@ -678,3 +678,10 @@ def test_saved_tokenizers_add_the_familys_special_tokens(
         ids = [i for word in wanted.split() for i in names.get(word, [tokenizer.backend.token_to_id(word)])]
         assert theirs(*texts).input_ids == ids
     assert load_tokenizer(tmp_path / "model").fingerprint == tokenizer.fingerprint
+
+
+@pytest.mark.parametrize("stored", ["[1]", "2.5", '"mlm"'])
+def test_an_objective_that_is_no_mapping_is_refused(stored: str, tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(f'{{"firth_objective": {stored}}}')
+    with pytest.raises(UserError, match=r"config.json: firth_objective is .*, and must be a mapping"):
+        read_stored_objective(tmp_path)

@@ -11,7 +11,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from firth.core.errors import UserError, did_you_mean, quote, reason
+from firth.core.errors import UserError, did_you_mean, quote, reason, shorten
 from firth.core.files import read_json
 from firth.core.serialization import TYPE_KEY, from_dict, to_dict
 from firth.models.config import (
@@ -323,7 +323,10 @@ def check_config_sizes(config: ModelConfig, folder: Path) -> None:
 
 def read_stored_objective(folder: Path) -> dict[str, Any]:
     """Return the objective that a checkpoint was trained with, as a recipe writes it; empty where it is not stored."""
-    stored = (read_json(folder / "config.json") or {}).get(OBJECTIVE_KEY) or {}
+    file = folder / "config.json"
+    stored = (read_json(file) or {}).get(OBJECTIVE_KEY) or {}
+    if not isinstance(stored, dict):
+        raise UserError(f"{file}: {OBJECTIVE_KEY} is {shorten(stored)}, and must be a mapping of settings.")
     return {name: value for name, value in stored.items() if name != "name"}
 
 
