@@ -204,7 +204,7 @@ def test_minutes_over_before_the_first_step_raise(
 ) -> None:
     monkeypatch.setattr("time.monotonic", lambda: 110.0)
     assert resolve_schedule(TrainingConfig(minutes=0.1), 50, lambda: (1.0, 1.0), start_time=100.0).max_steps == 1
-    assert "0.1 minutes are too short for one step" in capsys.readouterr().err
+    assert "6s is too short for one step" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

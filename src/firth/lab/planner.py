@@ -460,7 +460,7 @@ class Planner:
         if not recipe.minutes and run.seconds > LONG_RUN_SECONDS:
             found.append(f"this takes {format_duration(run.seconds)} on this machine: --minutes limits the time")
         if recipe.minutes and self.seconds_left(recipe) <= 0:
-            found.append(f"{recipe.minutes:g} minutes are over before the first step: give more --minutes")
+            found.append(f"{format_duration(60 * recipe.minutes)} is over before the first step: give more --minutes")
         return found
 
     def time_size(self, name: str, run: PlannedRun) -> None:

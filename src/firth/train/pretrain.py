@@ -622,7 +622,7 @@ def resolve_schedule(
         num_evals = max(min_evals, limit_evaluations(num_evals, left, evaluation_seconds))
         steps = affordable_steps(left, step_seconds, evaluation_seconds, num_evals, recipe.eval_steps)
         if steps < 1:
-            warn(f"{recipe.minutes:g} minutes are too short for one step: running one step.")
+            warn(f"{format_duration(60 * recipe.minutes)} is too short for one step: running one step.")
             steps = 1
         if recipe.max_steps:
             steps = min(steps, recipe.max_steps)
