@@ -217,7 +217,7 @@ def test_text_to_text_learns(checkpoint_of: Checkpoints, toy: Toy, tmp_path: Pat
     found = predictions(run)
     truth = [json.loads(line)["target"] for line in toy["dev_pairs"].read_text().splitlines()]
     assert [p["reference"] for p in found] == truth
-    assert all(set(p) == {"id", "prediction", "reference"} for p in found)
+    assert all(set(p) == {"id", "prediction", "reference", "complete"} for p in found)
     assert result["exact_match"] > 0.3  # guessing one of the eight words gives 0.125
     again = evaluate(run / "final", "text-to-text", toy["dev_pairs"], tmp_path / "scores")
     assert again["metrics"]["exact_match"] == result["exact_match"]

@@ -18,7 +18,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from firth.core.errors import UserError, reason
+from firth.core.errors import MAX_REASON_CHARS, UserError, shorten
 from firth.core.files import read_object, write_json
 from firth.core.serialization import from_dict
 from firth.train.log import is_log_line
@@ -50,7 +50,8 @@ def main() -> None:
     try:
         follow_log(run, ended)
     except Exception as e:
-        os.write(reply, f"{type(e).__name__}: {reason(e)}".encode())
+        first_line = str(e).strip().partition("\n")[0]
+        os.write(reply, f"{type(e).__name__}: {shorten(first_line, MAX_REASON_CHARS)}".encode())
         os._exit(1)
 
 
