@@ -262,7 +262,8 @@ def explain_no_context(facts: LogFacts) -> tuple[str, str]:
         cause = f"{learned} The learning rate of {rate:g} is {'above' if ratio > 1 else 'below'} the recommended one."
         return cause, facts.command(format_rate(facts.recommended_rate))
     if facts.last_step < 1000:
-        cause = f"{learned} {format_count(facts.last_step, 'step is', 'steps are')} few: most models leave this level later."
+        steps = format_count(facts.last_step, "step is", "steps are")
+        cause = f"{learned} {steps} few: most models leave this level later."
         return cause, facts.command(f"--max-steps {max(4 * facts.last_step, 1000)}")
     return f"{learned} The learning rate may not suit, or labels do not follow from the text.", facts.command(
         format_rate(rate / 4)
