@@ -18,7 +18,7 @@ from firth.text.formats.wikitext import FILE_NAMESPACES, extract_wikitext
 from firth.text.open_text import READ_CHUNK_BYTES, ReadProgress, open_decompressed
 
 MAX_PAGE_CHARS = 2**24  # characters; MediaWiki accepts pages of up to 2 MB
-MAX_TOKEN_BYTES = 2**26  # bytes of a tag, which expat holds in memory
+MAX_TOKEN_BYTES = 2**22  # bytes of a tag; expat holds it, and reads it again from its beginning with each chunk
 MAX_XML_DEPTH = 50  # levels of elements; a dump has 5
 ARTICLE_NAMESPACE = "0"
 HIDDEN_NAMESPACE_KEYS = ("-2", "6", "14")  # media, file and category: a link to them shows no text
