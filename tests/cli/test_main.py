@@ -619,7 +619,7 @@ MISTAKES: dict[str, tuple[Words, list[str]]] = {
         lambda h, t: pretrain("bert-tiny", h["bert-shards"], t, "--objective=clm"),
         ["CLM", "decoder", "encoder"],
     ),
-    "no rows to show": (lambda h, t: show(h, t, "--rows=0"), ["--rows is 0", "at least 1"]),
+    "no rows to show": (lambda h, t: show(h, t, "--rows=0"), ["--rows is 0", "from 1 to 10,000"]),
     "a page of someone else": (
         lambda h, t: show(h, write(t / "show.html", "mine").parent),
         ["show.html was not written by", "--overwrite"],
