@@ -261,6 +261,7 @@ def test_beams_go_on_from_the_tokens_that_were_taken(page: Any, address: str) ->
     page.locator(".tree svg").wait_for()
     page.click("text=Every candidate")
     first_step = page.locator("tr", has=page.locator("td:nth-child(2):empty"))
+    first_step.first.wait_for()  # a table is made when it is opened
     assert likeliest.replace("·", "").strip() in "".join(first_step.locator("td:first-child").all_inner_texts())
 
 
@@ -453,7 +454,7 @@ def test_a_static_model_beside_another(page: Any, address: str) -> None:
     page.click("#tab-tokens")
     page.fill("textarea", "the cat lives")
     chips = card(page, "word2vec").locator(".chip:not(:text-is(' '))")
-    chips.nth(2).wait_for()
+    page.wait_for_timeout(500)  # the page asks a moment after the last key
     until_answered(page)
     assert [text.strip() for text in chips.all_inner_texts() if text.strip()] == ["the", "cat", "lives"]
     page.click("#tab-fill")
@@ -504,6 +505,7 @@ def test_the_salience_of_a_choice_as_a_table(page: Any, address: str) -> None:
     own.locator("h3:has-text('Salience for It flew away')").wait_for()
     until_answered(page)
     own.locator("summary").click()
+    own.locator("tbody td:nth-child(3)").first.wait_for()
     values = [abs(float(text)) for text in own.locator("tbody td:nth-child(3)").all_inner_texts()]
     assert len(values) == own.locator(".chip").count() > 5
     assert values == sorted(values, reverse=True)
