@@ -392,6 +392,7 @@ def test_random_orders_and_the_text_of_a_decoder(page: Any, address: str) -> Non
     until_answered(page)
     own.get_by_role("button", name="To all tokens").click()
     own.locator("figcaption:has-text('full')").wait_for()
+    assert not own.locator("figcaption:has-text('permutation')").count()
 
 
 def test_attention(page: Any, address: str) -> None:

@@ -10,7 +10,32 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+import threading
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+
+
+class IdleWorker:
+    """A thread that runs one idle process after the other; both end with the server."""
+
+    def __init__(self, name: str) -> None:
+        self.lock, self.worker = threading.Lock(), ThreadPoolExecutor(1, name)
+        self.process: subprocess.Popen[str] | None = None
+        self.is_stopped = False
+
+    def hold(self, process: subprocess.Popen[str]) -> None:
+        """Note the process that computes now."""
+        with self.lock:
+            self.process = process
+            if self.is_stopped:
+                process.kill()
+
+    def stop(self) -> None:
+        with self.lock:
+            self.is_stopped = True
+            if self.process is not None:
+                self.process.kill()
+        self.worker.shutdown(wait=False, cancel_futures=True)
 
 
 def start_idle_process(arguments: Sequence[str]) -> subprocess.Popen[str]:

@@ -9,10 +9,8 @@ grown, at most a twentieth of the time. However many people watch, a log is exam
 from __future__ import annotations
 
 import subprocess
-import threading
 import time
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -21,7 +19,7 @@ from firth.core.errors import UserError
 from firth.core.files import read_object
 from firth.core.parse import parse_json
 from firth.core.serialization import from_dict
-from firth.serve.idle_process import last_line, start_idle_process
+from firth.serve.idle_process import IdleWorker, last_line, start_idle_process
 from firth.serve.runs import LOG_FILE, RECIPE_FILE, RESULTS_FILE, WatchedRun
 from firth.train.findings import LEVELS, Finding
 from firth.train.live_doctor import FINDINGS_FILE
@@ -47,16 +45,13 @@ class Notes:
     seconds: float = 0.0
 
 
-class RunNotes:
+class RunNotes(IdleWorker):
     """The notes of all runs, by folder. `examine` returns what `firth doctor --json` prints."""
 
     def __init__(self, examine: Callable[[Path, Callable[[Any], None]], dict[str, Any]] | None = None) -> None:
+        super().__init__("firth-doctor")
         self.examine = examine or examine_at_idle_priority
-        self.lock = threading.Lock()
         self.known: dict[Path, Notes] = {}
-        self.worker = ThreadPoolExecutor(1, "firth-doctor")
-        self.process: subprocess.Popen[str] | None = None
-        self.is_stopped = False
 
     def number(self, folder: Path) -> int:
         """Return how often a run was examined, 0 for never."""
@@ -91,20 +86,6 @@ class RunNotes:
             now = time.monotonic()
             number = self.known[folder].number + 1
             self.known[folder] = Notes(number, stamp, found, error, ended=now, seconds=now - began)
-
-    def hold(self, process: subprocess.Popen[str]) -> None:
-        """Note the process of an examination, which ends with the server."""
-        with self.lock:
-            self.process = process
-            if self.is_stopped:
-                process.kill()
-
-    def stop(self) -> None:
-        with self.lock:
-            self.is_stopped = True
-            if self.process is not None:
-                self.process.kill()
-        self.worker.shutdown(wait=False, cancel_futures=True)
 
 
 def describe(diagnosis: dict[str, Any]) -> dict[str, Any]:

@@ -10,16 +10,15 @@ from __future__ import annotations
 
 import json
 import math
-import subprocess
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 
 from firth.core.errors import UserError
-from firth.serve.idle_process import last_line, start_idle_process
+from firth.serve.idle_process import IdleWorker, last_line, start_idle_process
 from firth.serve.runs import WatchedRun
 from firth.train.checkpoint import list_checkpoints
 
@@ -59,15 +58,13 @@ class KeptSamples:
         self.pending: Future[None] | None = None
 
 
-class SampleStore:
+class SampleStore(IdleWorker):
     """Samples by run and text, and by checkpoint."""
 
     def __init__(self, sample: Callable[..., Iterator[Sample]] | None = None) -> None:
+        super().__init__("firth-sample")
         self.sample = sample or sample_at_idle_priority
-        self.lock, self.worker = threading.Lock(), ThreadPoolExecutor(1, "firth-sample")
         self.kept: OrderedDict[tuple[Path, int, str], KeptSamples] = OrderedDict()
-        self.process: subprocess.Popen[str] | None = None
-        self.is_stopped = False
 
     def request(self, run: WatchedRun, text: str) -> tuple[KeptSamples, Future[None] | None]:
         """Return what is known at once, and the job that samples the other checkpoints; None where all are known."""
@@ -114,20 +111,6 @@ class SampleStore:
             found = {name: sample for name, (_, sample) in kept.samples.items()} | kept.errors
             order = sorted(found.values(), key=lambda sample: math.inf if sample["step"] is None else sample["step"])
             return {"state": "sampling" if kept.pending is not None else "sampled", "samples": order}
-
-    def hold(self, process: subprocess.Popen[str]) -> None:
-        """Note the process that samples, which ends with the server."""
-        with self.lock:
-            self.process = process
-            if self.is_stopped:
-                process.kill()
-
-    def stop(self) -> None:
-        with self.lock:
-            self.is_stopped = True
-            if self.process is not None:
-                self.process.kill()
-        self.worker.shutdown(wait=False, cancel_futures=True)
 
 
 def sample_at_idle_priority(
