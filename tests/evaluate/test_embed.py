@@ -46,6 +46,12 @@ def test_every_shape_has_vectors(family: str, untrained: Any) -> None:
     assert np.linalg.norm(found, axis=1) == pytest.approx(np.ones(3), abs=1e-5)
 
 
+def test_lone_surrogates_are_replaced(untrained: Any) -> None:
+    """The `tokenizers` library takes no text with one; JSON escapes can produce them."""
+    found = embed_texts(untrained("bert"), ["a \ud800 cat", "a \ufffd cat"])
+    assert (found[0] == found[1]).all()
+
+
 def test_a_text_without_known_words_is_said(untrained: Any, capsys: pytest.CaptureFixture[str]) -> None:
     model = make_model(bag_of_words(300, 8))
     model.tokenizer = untrained("bert").tokenizer

@@ -65,6 +65,11 @@ def test_prompts_and_vectors_have_the_same_bound(tmp_path: Path) -> None:
         read_vectors(tmp_path / "a.txt.xz")
 
 
+def test_lone_surrogates_of_prompts_are_replaced(tmp_path: Path) -> None:
+    (tmp_path / "a.jsonl").write_text('{"text": "a \\ud800 cat"}\n')
+    assert read_input_file(str(tmp_path / "a.jsonl"), ("text",), "utf-8") == ["a \ufffd cat"]
+
+
 def test_documents_may_repeat_themselves(tmp_path: Path) -> None:
     """They are read one by one."""
     (tmp_path / "a.jsonl.xz").write_bytes(lzma.compress(b'{"text": "x"}\n' * 2**14, preset=1))

@@ -533,6 +533,7 @@ def collect_input_texts(
 
 
 def read_input_file(file: str, columns: tuple[str, ...], encoding: str) -> list[str]:
+    from firth.text.filters import replace_lone_surrogates
     from firth.text.open_text import check_encoding
     from firth.text.records import data_extension, read_jsonl_records, read_record_lines
 
@@ -545,7 +546,7 @@ def read_input_file(file: str, columns: tuple[str, ...], encoding: str) -> list[
             column = next((name for name in columns if isinstance(record.get(name), str)), None)
             if column is None:
                 raise UserError(f"{file}:{number}: none of the columns {', '.join(columns)} holds a text.")
-            texts.append(record[column])
+            texts.append(replace_lone_surrogates(record[column]))
     texts = [text for text in texts if text.strip()]
     if not texts:
         raise UserError(f"{file}: no text in this file.")

@@ -30,6 +30,7 @@ from firth.objectives import Batch
 from firth.tasks import Prediction
 from firth.tasks.embed import all_have_scores, compare_pairs, score_pairs
 from firth.text import Example
+from firth.text.filters import replace_lone_surrogates
 from firth.tokens import SequenceTemplate
 
 Pooling = Literal["auto", "first", "mean", "last"]
@@ -88,7 +89,7 @@ def embed_texts(
     tokenizer, length = require_tokenizer(model), resolve_max_length(model, max_seq_length or trained_length)
     template = make_sequence_template(model.config, tokenizer.vocab)
     max_tokens = length - template.num_special_tokens()
-    tokenised = tokenizer.encode_batch(list(texts))
+    tokenised = tokenizer.encode_batch(list(map(replace_lone_surrogates, texts)))
     inputs = []
     for ids in tokenised:
         input_ids, token_type_ids = apply_template(template, ids[:max_tokens])
