@@ -93,3 +93,19 @@ def usual_signals() -> Iterator[None]:
     usual = signal.getsignal(signal.SIGINT)
     yield
     signal.signal(signal.SIGINT, usual)
+
+
+@pytest.fixture(autouse=True)
+def full_precision(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Tests of a GPU compare with float32: commands set TF32 for the whole process, and so for the tests after them."""
+    if request.node.get_closest_marker("gpu") is None:
+        yield
+        return
+    import torch
+
+    before = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision("highest")
+    monkeypatch.setattr(torch, "set_float32_matmul_precision", lambda _: None)
+    yield
+    monkeypatch.undo()
+    torch.set_float32_matmul_precision(before)

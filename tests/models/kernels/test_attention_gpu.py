@@ -145,15 +145,6 @@ def what_is_seen(
     return earlier, x[torch.arange(B, device=DEVICE)[:, None], targets], x
 
 
-@pytest.fixture(autouse=True)
-def whole_numbers() -> Any:
-    """Compute float32 matmuls without TF32."""
-    before = torch.get_float32_matmul_precision()
-    torch.set_float32_matmul_precision("highest")
-    yield
-    torch.set_float32_matmul_precision(before)
-
-
 def size(x: Tensor, others: list[Tensor]) -> Tensor:
     """The largest absolute value, or a hundredth of the largest of all tensors: some gradients are 0 up to rounding."""
     return torch.maximum(x.abs().max(), 0.01 * torch.stack([other.abs().max() for other in others]).max())

@@ -27,15 +27,6 @@ pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(),
 N, V, E = 300, 5003, 64
 
 
-@pytest.fixture(autouse=True)
-def whole_numbers() -> Any:
-    """Compute float32 matmuls without TF32."""
-    before = torch.get_float32_matmul_precision()
-    torch.set_float32_matmul_precision("highest")
-    yield
-    torch.set_float32_matmul_precision(before)
-
-
 def numbers() -> tuple[Tensor, Tensor, Tensor, Tensor]:
     torch.manual_seed(0)
     x, weight, bias = torch.randn(N, E), torch.randn(V, E) * 0.3, torch.randn(V)
