@@ -239,4 +239,4 @@ def test_a_gpu_writes_the_same_structured_texts(name: str, untrained: Any) -> No
         model.cuda()
         for _ in range(2):  # the second call uses the kept slots
             assert_same(generate_sequences(model, PROMPTS, config), wanted)
-        assert kept_decodes[model].constrained_graphs is not None
+        assert kept_decodes[model].graph is not None

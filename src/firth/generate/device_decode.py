@@ -12,9 +12,10 @@ Rows of the batch are slots. When a sequence ends, the next prompt takes its slo
 The text of a sequence depends on the model, the prompt, the seed and the sequence's number, not on the slots around it:
 its random numbers are those of `sampling.py`.
 
-A grammar (`constraint.py`) is walked by the host: it must know a token before it can say which ones may follow. Here a
-step is two graphs, the choice of a token and the logits after it. The host launches both, waits for the token alone,
-and computes the next mask while the GPU computes the logits, which takes longer.
+A grammar (`constraint.py`) is walked by the host: it must know a token before it can say which ones may follow. The
+graph of such a step chooses a token, and copies it to the host's memory while it computes the next logits. The host
+walks on meanwhile, copies the next mask to the device on another stream, and launches the next graph before this one
+ends, since the logits take longer than all of that.
 
 A graph holds the addresses of its tensors, so that the state of the last call is kept with the model and used again by
 a call that fits. The first call compiles and captures, the later ones start at once.
@@ -36,7 +37,7 @@ from torch import Tensor
 
 from firth.generate.config import GenerationConfig
 from firth.generate.constraint import Constraint, ConstraintRow
-from firth.generate.cuda_graph import capture_graph, restored
+from firth.generate.cuda_graph import capture_graph
 from firth.generate.decode_state import CachedDecode, get_mask_ids, require_tokenizer
 from firth.generate.length_budget import INITIAL_NEW_TOKENS, warn_context_length
 from firth.generate.sampling import (
@@ -181,12 +182,13 @@ class DeviceDecode:
         )
         self.eos_E = torch.tensor([i for i in settings.eos_ids if i < self.vocab_size], dtype=torch.long, device=device)
         self.graph: Callable[[], None] | None = None
-        self.constrained_graphs: tuple[Callable[[], None], Callable[[], None]] | None = None
         if settings.is_constrained:
             self.forbidden_BV = torch.zeros(B, self.vocab_size, dtype=torch.bool, device=device)
             self.host_forbidden_BV = torch.ones(B, self.vocab_size, dtype=torch.bool, pin_memory=device.type == "cuda")
-            self.chosen_B = torch.zeros_like(self.count_B)
             self.host_chosen_B = torch.zeros(B, dtype=torch.long, pin_memory=device.type == "cuda")
+            self.copy_stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+            if self.copy_stream is not None:  # the zeros above are written before the first mask
+                self.copy_stream.wait_stream(torch.cuda.current_stream(device))
 
     def fits(self, settings: DeviceSettings, num_slots: int, longest: int, max_new: int, longest_source: int) -> bool:
         """Whether these slots can be used again, for these settings and lengths."""
@@ -223,44 +225,51 @@ class DeviceDecode:
 
     def run(self, num_steps: int, use_graph: bool) -> None:
         """Decode this many steps; wait for nothing."""
-        if use_graph and self.graph is None:
-            self.graph = capture_graph(self.step, self.mutable_state())
-        step = self.graph if use_graph and self.graph is not None else self.step
+        step = self.step_fn(use_graph)
         for _ in range(num_steps):
             step()
 
     def run_constrained_step(self, use_graph: bool) -> list[int]:
         """Decode one step under the masks of `host_forbidden_BV`; return the tokens while the logits are computed."""
-        if use_graph and self.constrained_graphs is None:
-            self.constrained_graphs = self.capture_constrained_step()
-        choose, compute = (self.choose_permitted, self.forward_chosen)
-        if use_graph and self.constrained_graphs is not None:
-            choose, compute = self.constrained_graphs
-        self.forbidden_BV.copy_(self.host_forbidden_BV, non_blocking=True)
-        choose()
-        if self.device.type != "cuda":
-            compute()
-            return self.chosen_B.tolist()
-        self.host_chosen_B.copy_(self.chosen_B, non_blocking=True)
-        event = torch.cuda.Event()
-        event.record()
-        compute()
-        event.synchronize()  # so the mask has been copied, too: the host may write the next one
-        return self.host_chosen_B.tolist()
+        step, host_B = self.step_fn(use_graph), self.host_chosen_B.numpy()
+        host_B.fill(-1)
+        self.send_mask()
+        step()
+        if self.device.type == "cuda":
+            event = torch.cuda.Event()
+            event.record()
+            # The copy arrives in the middle of a graph, where no event can be waited for. `query` raises GPU errors.
+            while host_B.min() < 0 and not event.query():
+                pass
+        tokens: list[int] = host_B.tolist()
+        return tokens  # so the mask has been copied, too: the host may write the next one
 
-    def capture_constrained_step(self) -> tuple[Callable[[], None], Callable[[], None]]:
-        state = self.mutable_state()
-        choose = capture_graph(self.choose_permitted, state)
-        with restored(state):
-            self.choose_permitted()  # the warm-up of the next capture must write behind the last token of the cache
-            compute = capture_graph(self.forward_chosen, state)
-        return choose, compute
+    def send_mask(self) -> None:
+        """Copy the host's mask to the device, beside the logits of the last step, which has read its own mask."""
+        if self.copy_stream is None:
+            self.forbidden_BV.copy_(self.host_forbidden_BV)
+            return
+        with torch.cuda.stream(self.copy_stream):
+            self.forbidden_BV.copy_(self.host_forbidden_BV, non_blocking=True)
+        torch.cuda.current_stream(self.device).wait_stream(self.copy_stream)
 
-    def choose_permitted(self) -> None:
-        self.chosen_B.copy_(self.choose_token())
+    def forward_and_tell(self, token_B: Tensor) -> None:
+        """Copy the tokens to the host, beside the logits after them."""
+        if self.copy_stream is None:
+            self.host_chosen_B.copy_(token_B)
+            self.forward(token_B)
+            return
+        current = torch.cuda.current_stream(self.device)
+        self.copy_stream.wait_stream(current)
+        with torch.cuda.stream(self.copy_stream):
+            self.host_chosen_B.copy_(token_B, non_blocking=True)
+        self.forward(token_B)
+        current.wait_stream(self.copy_stream)
 
-    def forward_chosen(self) -> None:
-        self.forward(self.chosen_B)
+    def step_fn(self, use_graph: bool) -> Callable[[], None]:
+        if use_graph and self.graph is None:
+            self.graph = capture_graph(self.step, self.mutable_state())
+        return self.graph if use_graph and self.graph is not None else self.step
 
     def mutable_state(self) -> list[Tensor]:
         """The tensors that a step changes, apart from the cache beyond each row's length."""
@@ -269,7 +278,11 @@ class DeviceDecode:
 
     def step(self) -> None:
         """Choose a token from the logits of each slot, record it, and compute the logits after it."""
-        self.forward(self.choose_token())
+        token_B = self.choose_token()
+        if self.settings.is_constrained:
+            self.forward_and_tell(token_B)
+        else:
+            self.forward(token_B)
 
     def choose_token(self) -> Tensor:
         """Choose a token from the logits of each slot, (B,), and record it."""
@@ -342,7 +355,7 @@ class DeviceDecode:
         self.fused.k[:, :, :, : old.capacity], self.fused.v[:, :, :, : old.capacity] = old.k, old.v
         self.fused.source_k, self.fused.source_v = old.source_k, old.source_v
         self.fused.position_B, self.fused.source_length_B = old.position_B, old.source_length_B
-        self.graph = self.constrained_graphs = None
+        self.graph = None
 
 
 def initial_capacity(longest: int, max_new_tokens: int) -> int:

@@ -23,7 +23,7 @@ if triton is not None:
 
 ARGMAX_BLOCK_TOKENS = 1024  # tokens that a program compares at once
 MAX_ARGMAX_PARTS = 64
-ARGMAX_TARGET_PROGRAMS = 128
+ARGMAX_TARGET_PROGRAMS = 1024  # eight for each multiprocessor of an H100: a program waits for memory most of the time
 
 
 class RowState(NamedTuple):
