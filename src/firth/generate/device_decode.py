@@ -13,9 +13,9 @@ The text of a sequence depends on the model, the prompt, the seed and the sequen
 its random numbers are those of `sampling.py`.
 
 A grammar (`constraint.py`) is walked by the host: it must know a token before it can say which ones may follow. The
-graph of such a step chooses a token, and copies it to the host's memory while it computes the next logits. The host
-walks on meanwhile, copies the next mask to the device on another stream, and launches the next graph before this one
-ends, since the logits take longer than all of that.
+graph of such a step reads the mask from the host's memory, chooses a token, writes it to the host's memory, and
+computes the next logits. The host walks on meanwhile, and launches the next graph before this one ends, since the
+logits take longer than the next mask.
 
 A graph holds the addresses of its tensors, so that the state of the last call is kept with the model and used again by
 a call that fits. The first call compiles and captures, the later ones start at once.
@@ -53,7 +53,7 @@ from firth.generate.sampling import (
 from firth.models import Encoder, EncoderDecoder, ForcedTokens, Model, Stack
 from firth.models.fused_decode import FusedDecode, can_fuse_decode, fused_logits
 from firth.models.heads import LMHeadModule
-from firth.models.kernels.decode_choice import RowState, argmax_parts, record_tokens
+from firth.models.kernels.decode_choice import RowState, argmax_parts, copy_from_host, copy_to_host, record_tokens
 from firth.tokens import TokenIds
 
 STEPS_PER_CHECK = 16  # steps that are replayed before the host looks for ended sequences
@@ -186,9 +186,6 @@ class DeviceDecode:
             self.forbidden_BV = torch.zeros(B, self.vocab_size, dtype=torch.bool, device=device)
             self.host_forbidden_BV = torch.ones(B, self.vocab_size, dtype=torch.bool, pin_memory=device.type == "cuda")
             self.host_chosen_B = torch.zeros(B, dtype=torch.long, pin_memory=device.type == "cuda")
-            self.copy_stream = torch.cuda.Stream(device) if device.type == "cuda" else None
-            if self.copy_stream is not None:  # the zeros above are written before the first mask
-                self.copy_stream.wait_stream(torch.cuda.current_stream(device))
 
     def fits(self, settings: DeviceSettings, num_slots: int, longest: int, max_new: int, longest_source: int) -> bool:
         """Whether these slots can be used again, for these settings and lengths."""
@@ -233,38 +230,15 @@ class DeviceDecode:
         """Decode one step under the masks of `host_forbidden_BV`; return the tokens while the logits are computed."""
         step, host_B = self.step_fn(use_graph), self.host_chosen_B.numpy()
         host_B.fill(-1)
-        self.send_mask()
         step()
         if self.device.type == "cuda":
             event = torch.cuda.Event()
             event.record()
-            # The copy arrives in the middle of a graph, where no event can be waited for. `query` raises GPU errors.
+            # The tokens arrive in the middle of a graph, where no event can be waited for. `query` raises GPU errors.
             while host_B.min() < 0 and not event.query():
                 pass
         tokens: list[int] = host_B.tolist()
         return tokens  # so the mask has been copied, too: the host may write the next one
-
-    def send_mask(self) -> None:
-        """Copy the host's mask to the device, beside the logits of the last step, which has read its own mask."""
-        if self.copy_stream is None:
-            self.forbidden_BV.copy_(self.host_forbidden_BV)
-            return
-        with torch.cuda.stream(self.copy_stream):
-            self.forbidden_BV.copy_(self.host_forbidden_BV, non_blocking=True)
-        torch.cuda.current_stream(self.device).wait_stream(self.copy_stream)
-
-    def forward_and_tell(self, token_B: Tensor) -> None:
-        """Copy the tokens to the host, beside the logits after them."""
-        if self.copy_stream is None:
-            self.host_chosen_B.copy_(token_B)
-            self.forward(token_B)
-            return
-        current = torch.cuda.current_stream(self.device)
-        self.copy_stream.wait_stream(current)
-        with torch.cuda.stream(self.copy_stream):
-            self.host_chosen_B.copy_(token_B, non_blocking=True)
-        self.forward(token_B)
-        current.wait_stream(self.copy_stream)
 
     def step_fn(self, use_graph: bool) -> Callable[[], None]:
         if use_graph and self.graph is None:
@@ -278,11 +252,12 @@ class DeviceDecode:
 
     def step(self) -> None:
         """Choose a token from the logits of each slot, record it, and compute the logits after it."""
+        if self.settings.is_constrained:
+            copy_from_host(self.forbidden_BV, self.host_forbidden_BV)
         token_B = self.choose_token()
         if self.settings.is_constrained:
-            self.forward_and_tell(token_B)
-        else:
-            self.forward(token_B)
+            copy_to_host(token_B, self.host_chosen_B)
+        self.forward(token_B)
 
     def choose_token(self) -> Tensor:
         """Choose a token from the logits of each slot, (B,), and record it."""

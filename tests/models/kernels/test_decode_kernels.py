@@ -14,7 +14,14 @@ from firth.models.kernels import decode_attention as attention_module
 from firth.models.kernels import decode_choice as choice_module
 from firth.models.kernels import decode_linear as linear_module
 from firth.models.kernels.decode_attention import decode_attention, decode_attention_reference
-from firth.models.kernels.decode_choice import RowState, argmax_parts, record_reference, record_tokens
+from firth.models.kernels.decode_choice import (
+    RowState,
+    argmax_parts,
+    copy_from_host,
+    copy_to_host,
+    record_reference,
+    record_tokens,
+)
 from firth.models.kernels.decode_linear import NormArgs, SplitHeads, decode_linear, decode_linear_reference
 
 DTYPES = [torch.float32] if INTERPRETED else [torch.float32, torch.bfloat16]  # the interpreter rounds down to bfloat16
@@ -132,6 +139,26 @@ def test_attention(name: str, parts: int, dtype: torch.dtype, kernels: None, mon
     assert_near(found, decode_attention_reference(qkv, *caches[1], *rest), dtype)
     for ours, wanted in zip(*caches, strict=True):
         assert_near(ours, wanted, dtype)
+
+
+@pytest.mark.gpu
+@on_a_gpu
+@pytest.mark.parametrize("shape", [(1, 1), (3, 70), (5, 5000)], ids=str)
+def test_copies_from_and_to_the_host(shape: tuple[int, int], kernels: None) -> None:
+    """The host changes its memory between two copies: the second one reads what is there then."""
+    pinned = torch.zeros(shape, dtype=torch.bool, pin_memory=DEVICE == "cuda")
+    on_device = torch.ones(shape, dtype=torch.bool, device=DEVICE)
+    copy_from_host(on_device, pinned)
+    assert not on_device.any()
+    pinned[-1, -1] = True
+    copy_from_host(on_device, pinned)
+    assert_close(on_device.cpu(), pinned)
+    tokens = torch.arange(shape[0], device=DEVICE) + 2**33
+    told = torch.full_like(tokens, -1, device="cpu", pin_memory=DEVICE == "cuda")
+    copy_to_host(tokens, told)
+    if DEVICE == "cuda":
+        torch.cuda.synchronize()
+    assert told.tolist() == tokens.tolist()
 
 
 @pytest.mark.gpu
