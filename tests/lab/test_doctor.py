@@ -9,6 +9,7 @@ from __future__ import annotations
 import importlib
 import importlib.util
 import json
+import random
 import re
 import sys
 from dataclasses import replace
@@ -298,6 +299,15 @@ def test_logs_with_few_lines_are_examined(name: str, recipe: Recipe) -> None:
     training = replace(recipe, max_steps=41, warmup_steps=0, fp16=True)
     for lines in (skipped, late[:1], late, skipped + late):
         assert examine(LOG_RULES, LogFacts(training, lines, References(unigram=6.0))) == []
+
+
+@pytest.mark.parametrize(("targets", "expected"), [(8, set()), (8_000, {"loss-spikes"})])
+def test_a_few_hard_examples_are_no_spike(recipe: Recipe, targets: int, expected: set[str]) -> None:
+    """In a step of eight labels, one that the model is sure of and gets wrong raises the loss by a nat."""
+    rng = random.Random(0)
+    losses = [rng.uniform(0.0, 0.2) + 1.5 * (step in (60, 90)) for step in range(120)]
+    lines = [{"step": i + 1, "loss": loss, "targets": targets, "tokens": 1000} for i, loss in enumerate(losses)]
+    assert {finding.rule for finding in examine(FINETUNING_RULES, LogFacts(recipe, lines))} == expected
 
 
 def test_live_findings_are_said_once(recipe: Recipe, capsys: pytest.CaptureFixture[str]) -> None:

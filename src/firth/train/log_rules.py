@@ -46,6 +46,7 @@ NOISE_FACTOR = 5.0  # standard deviations of a loss that its noise explains
 SPIKE_WINDOW = 32  # lines before a spike that it is compared with
 SPIKE_DEVIATIONS = 8.0  # robust standard deviations above their median
 SPIKE_NATS = 0.5  # at least, of a spike
+MISJUDGED_NATS = 30.0  # of a few labels: three that the model is sure of and gets wrong, 10 nats each, are no spike
 FEW_LABELS_SHARE = 0.5  # of the median, below which a step has few labels: where all rows are masked by chance, say
 SPIKE_RETURN_LINES = 8  # lines in which the loss returns; a jump that stays is another objective or another text
 OVERFIT_NATS = 0.1  # rise of the held-out loss above its minimum
@@ -438,12 +439,13 @@ def find_spikes(facts: LogFacts) -> list[tuple[int, float, float]]:
     values, targets = loss.values, facts.series("targets")
     few = FEW_LABELS_SHARE * np.median(targets.values) if len(targets) else 0.0
     noisy_steps = {*targets.steps[targets.values < few].tolist()}
+    least = max(SPIKE_NATS, MISJUDGED_NATS / np.median(targets.values)) if len(targets) else SPIKE_NATS
     if len(values) > SPIKE_WINDOW:
         windows = np.lib.stride_tricks.sliding_window_view(values, SPIKE_WINDOW)[:-1]
         medians = np.median(windows, axis=1)
         deviations = 1.4826 * np.median(np.abs(windows - medians[:, None]), axis=1)
         jumps = values[SPIKE_WINDOW:] - medians
-        for i in np.flatnonzero(jumps > np.maximum(SPIKE_DEVIATIONS * deviations, SPIKE_NATS)).tolist():
+        for i in np.flatnonzero(jumps > np.maximum(SPIKE_DEVIATIONS * deviations, least)).tolist():
             after = values[SPIKE_WINDOW + i + 1 : SPIKE_WINDOW + i + 1 + SPIKE_RETURN_LINES]
             returns = len(after) and after.min() < medians[i] + 0.5 * jumps[i]
             if returns and loss.steps[SPIKE_WINDOW + i] not in noisy_steps:
