@@ -420,6 +420,15 @@ def test_a_dry_run_plans_and_writes_nothing(corpus_file: Path, tmp_path: Path) -
     assert not (tmp_path / "run").exists()
 
 
+def test_contiguous_rows_are_counted_before_a_batch_is_chosen(shards: Path, tmp_path: Path) -> None:
+    result = api.pretrain("bert-tiny", shards, tmp_path / "run", order="stream", eval_rows=10**18, dry_run=True)
+    assert result["steps"] > 0
+    recipe = pretraining_recipe(get_preset("bert-tiny"), order="stream", per_device_train_batch_size=0)
+    facts = plan_text.read_text_facts(recipe, open_shards(shards))
+    num_tokens = facts.tokens + 2 * facts.documents  # [CLS] and [SEP]
+    assert facts.rows == -(-num_tokens // recipe.max_seq_length)
+
+
 def test_a_sample_stands_for_a_long_text(corpus_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     whole = plan_text.sample_text(Corpus([corpus_file]), None, ("wordpiece", 300, False), 0.05, tmp_path / "whole")
     assert whole.scale == 1

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
 
@@ -37,6 +38,8 @@ class TextSample(NamedTuple):
 
 def read_text_facts(recipe: Recipe, shards: ShardSet, scale: float = 1.0, prepare_seconds: float = 0.0) -> TextFacts:
     """Return the facts of a text from its shards, or from those of a sample that is `1 / scale` of it."""
+    # The batch is chosen later, and `order: stream` needs one: a single stream has as many rows as several.
+    recipe = replace(recipe, per_device_train_batch_size=1, gradient_accumulation_steps=1, processes=1)
     rows = make_row_dataset(recipe, shards, held_out=False).num_rows
     tokens, documents, rows = (round(scale * count) for count in (shards.num_tokens, shards.num_documents, rows))
     return TextFacts(tokens, documents, rows, shards.unigram_entropy, scale != 1.0, prepare_seconds)
