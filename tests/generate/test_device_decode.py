@@ -102,6 +102,15 @@ def test_the_same_structured_texts(name: str, settings: dict[str, Any], untraine
         assert_same(on_device(model, PROMPTS, slots, max_new_tokens=20, **settings), wanted)
 
 
+@pytest.mark.parametrize("temperature", [1e-320, 1e-38, 1e-10])
+def test_a_tiny_temperature_is_greedy(temperature: float, untrained: Any, on_device: Any) -> None:
+    model, settings = untrained(MODELS["gpt2"], 2), dict(regex="[a-z]{2,6}( [a-z]{2,6})*", max_new_tokens=8)
+    greedy = generate_sequences(model, PROMPTS, GenerationConfig(**settings))
+    settings |= dict(temperature=temperature, top_p=0.9)
+    assert_same(generate_sequences(model, PROMPTS, GenerationConfig(**settings)), greedy)
+    assert_same(on_device(model, PROMPTS, 2, **settings), greedy)
+
+
 def test_eos_and_budgets_end_sequences(untrained: Any, on_device: Any) -> None:
     """Sequences of different lengths, in fewer slots than sequences."""
     model = untrained(MODELS["llama, grouped"], 2)

@@ -11,7 +11,7 @@ import torch
 
 from firth.core.errors import UserError
 from firth.generate import GenerationConfig
-from firth.generate.config import make_generation_config
+from firth.generate.config import MIN_SAMPLING_TEMPERATURE, make_generation_config
 from firth.generate.sampling import LogitsProcessor, TokenSampler, ngram_continuations, warp_logits
 
 CPU = torch.device("cpu")
@@ -46,6 +46,23 @@ def test_a_row_keeps_its_draws_when_others_are_dropped() -> None:
     whole, some = choose(logits, 3), torch.tensor([1, 4])
     choose.select_rows(some)
     assert choose(logits[some], 3).tolist() == whole[some].tolist()
+
+
+@pytest.mark.parametrize("temperature", [5e-324, 1e-320, 1e-46, 1e-38, 1e-30, 1e-10])
+@pytest.mark.parametrize("settings", [{}, dict(top_p=0.5), dict(top_k=2), dict(min_p=0.1)], ids=str)
+def test_a_tiny_temperature_is_greedy(temperature: float, settings: dict[str, Any]) -> None:
+    """Logits / 1e-38 are Inf in float32, and Inf - Inf is NaN; forbidden tokens have -Inf."""
+    logits = torch.tensor([[3.0, -math.inf, 5.0, 4.0], [-2.0, -1.0, -math.inf, -900.0]])
+    choose = chooser(GenerationConfig(temperature=temperature, **settings), [[], []], 4)
+    assert choose(logits, 0).tolist() == [2, 1]
+
+
+def test_at_the_smallest_temperature_of_sampling_the_law_holds() -> None:
+    least = MIN_SAMPLING_TEMPERATURE
+    found = shares([0.0, least * math.log(3)], GenerationConfig(temperature=least))
+    assert found[1] == pytest.approx(0.75, abs=0.02)
+    assert shares([0.0, 1.0], GenerationConfig(temperature=least)) == {1: 1.0}
+    assert shares([-100.0, 100.0], GenerationConfig(temperature=100.0, min_p=0.5)) == {1: 1.0}
 
 
 def test_without_temperature_the_likeliest() -> None:
@@ -148,6 +165,9 @@ WRONG: list[tuple[dict[str, Any], str]] = [
     (dict(no_repeat_ngram_size=-1), "no_repeat_ngram_size is -1"),
     (dict(num_beams=0), "num_beams is 0"),
     (dict(length_penalty=None), "length_penalty is None"),
+    (dict(temperature=1e308), "temperature is 1e.308, and must be between 0 and 100"),
+    (dict(repetition_penalty=1e-320), "repetition_penalty is 1e-320, and must be between 0.01 and 100; 1 changes"),
+    (dict(length_penalty=1000, num_beams=2), "length_penalty is 1000, and must be between -10 and 10"),
     (dict(early_stopping="never"), "early_stopping is 'never'"),
     (dict(max_new_tokens=0), "max_new_tokens is 0"),
     (dict(min_new_tokens=60), "min_new_tokens is 60, more than max_new_tokens"),

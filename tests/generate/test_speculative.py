@@ -68,6 +68,13 @@ def test_a_sample_of_the_model_itself_is_always_accepted(untrained: Any) -> None
     assert [s.tokens for s in again] == [s.tokens for s in found[2:]]
 
 
+def test_a_tiny_temperature_is_greedy(untrained: Any) -> None:
+    model, draft = untrained("gpt2"), untrained("gpt2", 1)
+    greedy, tiny = (GenerationConfig(max_new_tokens=6, temperature=t) for t in (0.0, 1e-320))
+    wanted, _ = generate_speculative(model, draft, PROMPTS, greedy)
+    assert generate_speculative(model, draft, PROMPTS, tiny)[0] == wanted
+
+
 def test_eos_and_stop_strings_end_a_text(untrained: Any) -> None:
     model, draft = untrained("gpt2"), untrained("gpt2", 1)
     free = generate_sequences(model, PROMPTS, GenerationConfig(max_new_tokens=14))

@@ -167,6 +167,18 @@ def test_extreme_settings_give_a_text(client: Any, extreme: dict[str, float]) ->
     error_of(client.post("/v1/completions", json={**body, "repetition_penalty": 5e-324}), 400)
 
 
+def test_a_tiny_temperature_is_greedy(client: Any) -> None:
+    def texts(**settings: Any) -> list[str]:
+        answer = client.post("/generate", json={"model": "gpt2", "prompt": "a cat", "max_new_tokens": 4, **settings})
+        assert answer.status_code == 200, answer.text
+        return [result["text"] for result in answer.json()["results"]]
+
+    for settings in ({}, {"regex": "[a-z]{2,9}"}):
+        greedy = texts(**settings)
+        for temperature in (1e-320, 1e-38, 1e-10):
+            assert texts(temperature=temperature, num_return_sequences=2, top_k=3, **settings) == 2 * greedy
+
+
 def test_an_unexpected_failure_tells_nothing(connect: Any, capsys: pytest.CaptureFixture[str]) -> None:
     with connect("bert") as (client, server):
         model = server.models["bert"]

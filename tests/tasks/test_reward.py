@@ -308,6 +308,7 @@ def test_settings_of_best_of(run: tuple[FinetuneRecipe, dict[str, Any]]) -> None
     for n, given, message in [
         (1, {}, "--best-of is 1: it chooses among several samples"),
         (4, {"temperature": 0}, "needs samples that differ"),
+        (4, {"temperature": 1e-320}, "needs samples that differ"),
         (4, {"num_beams": 2}, "leave out --num-beams"),
         (4, {"num_return_sequences": 2}, "leave out --num-return-sequences"),
     ]:

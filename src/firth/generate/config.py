@@ -6,12 +6,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from typing import Any
 
-from firth.core.errors import UserError, did_you_mean, quote
+from firth.core.errors import UserError, did_you_mean, quote, shorten
 
 MIN_GENERATION_VALUES: dict[str, float] = {
     "max_new_tokens": 1,
     "min_new_tokens": 0,
-    "temperature": 0,
     "top_k": 0,
     "no_repeat_ngram_size": 0,
     "num_beams": 1,
@@ -34,6 +33,13 @@ NUMERIC_GENERATION_FIELDS = (
     "repetition_penalty",
     "length_penalty",
 )
+# (least, most). Beyond these, scores leave the range of float32, in which Inf - Inf is NaN.
+GENERATION_BOUNDS: dict[str, tuple[float, float]] = {
+    "temperature": (0, 100),
+    "repetition_penalty": (0.01, 100),
+    "length_penalty": (-10, 10),
+}
+MIN_SAMPLING_TEMPERATURE = 1e-6  # below it the likeliest token is certain, and logits / temperature may overflow
 
 
 CONSTRAINTS = ("json_schema", "regex", "choices", "grammar")  # of which one at most can be set
@@ -49,6 +55,7 @@ class GenerationConfig:
     """Token choice, beam search and stopping criteria.
 
     Token choice: argmax at `temperature` 0 (greedy), otherwise a sample, which is a function of seed, row and step.
+    A temperature below `MIN_SAMPLING_TEMPERATURE` is greedy too: its distribution has one token.
     `top_k` keeps the k likeliest tokens (0: all), `top_p` the smallest set with this probability (1: all), `min_p`
     tokens with at least this fraction of the highest probability (0: all). `sampling.py` explains them.
 
@@ -98,13 +105,16 @@ class GenerationConfig:
             raise UserError(f"top_p is {self.top_p}, and must be above 0 and at most 1.")
         if not 0 <= self.min_p <= 1:
             raise UserError(f"min_p is {self.min_p}, and must be between 0 and 1.")
-        if self.repetition_penalty <= 0:
-            raise UserError(f"repetition_penalty is {self.repetition_penalty}, and must be above 0; 1 changes nothing.")
         if not isinstance(self.early_stopping, bool):
             raise UserError(f"early_stopping is {quote(self.early_stopping)}, and must be true or false.")
         if not all(isinstance(text, str) and text for text in self.stop):
             raise UserError("stop must be a list of strings, none of them empty.")
         self.check_combinations()
+
+    @property
+    def is_greedy(self) -> bool:
+        """Whether the likeliest token is chosen, without a draw."""
+        return self.temperature < MIN_SAMPLING_TEMPERATURE
 
     @property
     def constraint(self) -> str | None:
@@ -143,6 +153,11 @@ def check_generation_number(name: str, value: Any) -> None:
         zero = "; 0 means all" if name == "top_k" else ""
         least = f"at least {MIN_GENERATION_VALUES[name]}" if MIN_GENERATION_VALUES[name] else "at least 0"
         raise UserError(f"{name} is {value}, and must be {least}{zero}.")
+    if name in GENERATION_BOUNDS:
+        low, high = GENERATION_BOUNDS[name]
+        if not low <= value <= high:
+            off = {"repetition_penalty": "; 1 changes nothing", "temperature": "; 0 takes the likeliest token"}
+            raise UserError(f"{name} is {shorten(value)}, and must be between {low} and {high}{off.get(name, '')}.")
 
 
 def make_generation_config(generation_config: GenerationConfig | None, options: dict[str, Any]) -> GenerationConfig:

@@ -117,7 +117,7 @@ def supports_device_decode(model: Model) -> bool:
 class DeviceSettings(NamedTuple):
     """What a captured step depends on, besides the sizes of its tensors."""
 
-    temperature: float
+    temperature: float  # 0: greedy
     top_k: int
     top_p: float
     min_p: float
@@ -134,7 +134,7 @@ def make_settings(
     model: Model, config: GenerationConfig, forced: ForcedTokens, eos_ids: TokenIds, logprobs: bool
 ) -> DeviceSettings:
     return DeviceSettings(
-        config.temperature,
+        0.0 if config.is_greedy else config.temperature,
         config.top_k,
         config.top_p,
         config.min_p,

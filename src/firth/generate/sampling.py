@@ -6,7 +6,8 @@ repetition penalty, banned n-grams, no EOS before `min_new_tokens`, the tokens t
 only to sampling. They cut the unreliable tail of the distribution, whose many tokens have small probabilities each but
 a large one together (Holtzman et al. 2019, section 3):
 
-- temperature divides the logits: below 1 sharpens the distribution, above 1 flattens it, and 0 means argmax (greedy);
+- temperature divides the logits: below 1 sharpens the distribution, above 1 flattens it, and 0 means argmax (greedy),
+  as does a temperature so small that one token is certain and the quotient may overflow;
 - top-k keeps the k likeliest tokens (Fan et al. 2018): a fixed number, whether the model is certain or not;
 - top-p keeps the smallest set of likeliest tokens whose probability reaches p (nucleus sampling, Holtzman et al. 2019):
   few tokens where the model is certain, many where it is not;
@@ -209,7 +210,7 @@ def token_uniforms(
 
 
 class TokenSampler:
-    """Choose the next token (B,) of each row: argmax at temperature 0, otherwise a sample.
+    """Choose the next token (B,) of each row: argmax if the config is greedy, otherwise a sample.
 
     `seeds` (B,) replaces the seed of the generation config by one for each row.
     """
@@ -224,7 +225,7 @@ class TokenSampler:
 
     def __call__(self, logits_BV: Tensor, step: int) -> Tensor:
         scores_BV = self.logits_processor.process(logits_BV, step)
-        if self.generation_config.temperature == 0:
+        if self.generation_config.is_greedy:
             return scores_BV.argmax(-1)
         return sample_from_uniform(
             warp_logits(scores_BV, self.generation_config), self.uniform(step).to(logits_BV.device)

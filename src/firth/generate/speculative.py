@@ -119,7 +119,7 @@ class SpeculativeSide:
         """Return the distributions (T, V) of the new tokens at `step`, `step` + 1, ..., after all warpers."""
         scores = [self.processor.process(row_1V.float(), step + t) for t, row_1V in enumerate(logits_TV.split(1))]
         scores_TV = torch.cat(scores)
-        if self.config.temperature == 0:
+        if self.config.is_greedy:
             return torch.nn.functional.one_hot(scores_TV.argmax(-1), scores_TV.shape[1]).double()
         return warp_logits(scores_TV, self.config).double().softmax(-1)
 

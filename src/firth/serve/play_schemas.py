@@ -7,6 +7,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field
 
 from firth.serve.schemas import (
+    BOUNDS,
     Answer,
     BlankAnswer,
     Flag,
@@ -74,7 +75,7 @@ class BeamsRequest(Request):
     new_tokens: TakenTokens = Field(default=[], description="Search after these tokens, which follow the prompt.")
     num_beams: Int = Field(default=3, ge=2, le=MAX_BEAMS)
     max_new_tokens: Int = Field(default=8, ge=1, le=MAX_TREE_TOKENS)
-    length_penalty: Number = Field(default=1.0, ge=-100, le=100)
+    length_penalty: Number = Field(default=1.0, **BOUNDS["length_penalty"])
     early_stopping: Flag = False
 
 

@@ -11,7 +11,7 @@ from typing import Annotated, Any, Literal, get_type_hints
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, Strict, create_model
 
-from firth.generate.config import GenerationConfig
+from firth.generate.config import GENERATION_BOUNDS, GenerationConfig
 
 
 def check_json_schema(schema: dict[str, Any]) -> dict[str, Any]:
@@ -39,12 +39,7 @@ GENERATION_FIELDS = (
 )
 
 
-# Beyond these, scores leave the range of float32.
-BOUNDS: dict[str, Any] = {
-    "temperature": {"ge": 0, "le": 100},
-    "repetition_penalty": {"ge": 0.01, "le": 100},
-    "length_penalty": {"ge": -100, "le": 100},
-}
+BOUNDS: dict[str, Any] = {name: {"ge": low, "le": high} for name, (low, high) in GENERATION_BOUNDS.items()}
 
 
 class Request(BaseModel):
@@ -76,7 +71,7 @@ class SamplingFields(Request):
 
     model: Text
     temperature: Number | None = Field(
-        default=None, ge=0, le=100, description="0 takes the likeliest token. Default: 1."
+        default=None, description="0 takes the likeliest token. Default: 1.", **BOUNDS["temperature"]
     )
     top_p: Number | None = Field(default=None, gt=0, le=1)
     n: Int | None = Field(default=None, ge=1, le=MAX_CHOICES)
@@ -89,7 +84,7 @@ class SamplingFields(Request):
     user: str | None = Field(default=None, description="Ignored.")
     top_k: Int | None = Field(default=None, ge=0, le=2**31)
     min_p: Number | None = Field(default=None, ge=0, le=1)
-    repetition_penalty: Number | None = Field(default=None, ge=0.01, le=100)
+    repetition_penalty: Number | None = Field(default=None, **BOUNDS["repetition_penalty"])
     no_repeat_ngram_size: Int | None = Field(default=None, ge=0, le=1000)
     min_new_tokens: Int | None = Field(default=None, ge=0, le=MAX_NEW_TOKENS)
 

@@ -46,8 +46,6 @@ from firth.train import TrainingConfig, choose_compute
 RUN_FOLDERS = re.compile(r"final|checkpoint-\d+|seed-\d+")  # say nothing about a model: its run's folder does
 MAX_SEED = 2**31
 GPU_LOCK = threading.Lock()  # while one model captures a CUDA graph, no other may launch a kernel
-SAMPLING_FIELDS = ("temperature", "top_k", "top_p", "min_p")
-MIN_TEMPERATURE = 1e-6  # below it the likeliest token is certain, and logits / temperature may overflow
 
 
 class ServedModel:
@@ -175,8 +173,6 @@ class ServedModel:
                 self.check_token_ids(ids, "prompt")
                 if not ids:
                     raise ApiError(400, "A prompt has no token.", "invalid_value", "prompt")
-        if 0 < settings.get("temperature", 0) < MIN_TEMPERATURE:
-            settings = {name: value for name, value in settings.items() if name not in SAMPLING_FIELDS}
         config = GenerationConfig(**{"max_new_tokens": default_new_tokens, **settings, "seed": 0})
         texts = make_prompt_texts(self.model, prompts, config)
         longest = max(len(text.input_ids) for text in texts)

@@ -15,6 +15,7 @@ from typing import Any
 
 from firth.core.console import progress
 from firth.core.errors import UserError
+from firth.generate.config import GenerationConfig
 from firth.models import Model, load_model, read_config
 from firth.models.config import RegressionHead
 from firth.tasks.recipe import read_task_file
@@ -75,7 +76,7 @@ def best_of_settings(best_of: int, given: Mapping[str, Any], defaults: Mapping[s
         if given.get(name, 1) != 1:
             option = f"--{name.replace('_', '-')}"
             raise UserError(f"--best-of draws samples, and returns the best one: leave out {option}.")
-    if given.get("temperature") == 0:
+    if GenerationConfig(temperature=given.get("temperature", DEFAULT_TEMPERATURE)).is_greedy:
         raise UserError("--best-of needs samples that differ: set a --temperature above 0, or leave it out (1).")
     own = {name: value for name, value in defaults.items() if name not in ("num_beams", "length_penalty")}
     return {"temperature": DEFAULT_TEMPERATURE, **own, **given, "num_return_sequences": best_of}

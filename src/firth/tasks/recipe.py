@@ -11,6 +11,7 @@ from typing import Any, Literal
 
 from firth.core.errors import UserError, did_you_mean, quote
 from firth.core.files import read_object
+from firth.generate.config import GENERATION_BOUNDS
 from firth.models import ModelConfig, TaskHead, TokenClassificationHead
 from firth.models.config import (
     AuxiliaryLM,
@@ -180,7 +181,10 @@ class FinetuneRecipe(TrainingConfig):
     )
     num_beams: int = recipe_field(1, "Generate answers with this many beams; 1 decodes greedily.")
     length_penalty: float = recipe_field(
-        1.0, "Beam score is log-probability / length ** this; above 1 favours longer answers."
+        1.0,
+        "Beam score is log-probability / length ** this; above 1 favours longer answers.",
+        ge=GENERATION_BOUNDS["length_penalty"][0],
+        le=GENERATION_BOUNDS["length_penalty"][1],
     )
     per_device_train_batch_size: int = recipe_field(
         16, "Training examples per device and micro-batch; short ones are packed into one row.", ge=1
