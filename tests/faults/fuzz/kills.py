@@ -6,9 +6,12 @@ A forked child runs the command. It dies in one of two ways:
 - *write*: in a write. Before the n-th file is opened for writing, renamed or removed; before the n-th fsync; or when a
   file reaches a random size, where the kernel ends the process (SIGXFSZ) and leaves the file half written.
 
+A command with processes of its own, as those of Ray, is killed after a random time. They die with it, or, in one of two
+kills, live on and write while the command resumes.
+
 It is resumed and killed again until it ends by itself. *Lost* is a checkpoint, tokenizer or shard folder that was whole
-before a kill and is damaged or gone after it, a changed input, or a last result that differs from that of an unbroken
-run.
+before a kill and is damaged or gone after it, a changed input, a file left beside the output, or a last result that
+differs from that of an unbroken run. `prepare` by tasks must also write the bytes of `prepare` without tasks.
 
     OMP_NUM_THREADS=1 python tests/faults/fuzz/kills.py --kills 1000 --processes 16 --output-dir kills
 """
@@ -16,7 +19,9 @@ run.
 from __future__ import annotations
 
 import argparse
+import ctypes
 import importlib
+import importlib.util
 import json
 import os
 import random
@@ -27,6 +32,7 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext, suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -48,9 +54,12 @@ from faults.fuzz.harness import (
 )
 
 from firth.core.files import MANIFEST_FILE, find_corruption
+from firth.tokens.cluster import plan
+from firth.tokens.cluster.engine import SerialEngine
 
 WRITE_SHARE = 0.4  # of the kills, those inside of writes
 MAX_KILLS_PER_RUN = 8
+TASK_BYTES = 20_000  # of text, for each task of `prepare --engine ray`
 WRITE_EVENTS = ("os.rename", "os.remove", "os.mkdir", "os.rmdir", "os.truncate", "os.link", "shutil.rmtree")
 WRITE_FLAGS = os.O_WRONLY | os.O_RDWR | os.O_CREAT
 # Times and paths differ between two runs; reports and cards quote them.
@@ -70,11 +79,23 @@ VOLATILE_FIELDS = (
 )
 
 
+PREPARE_VOLATILE_FILES = (".verified.json", "..verified.json.tmp")
+PR_SET_CHILD_SUBREAPER = 36  # linux/prctl.h
+
+
+def no_setup() -> None:
+    pass
+
+
 class Job(NamedTuple):
     """A command that `--resume` continues."""
 
     name: str
     arguments: Sequence[object]
+    setup: Callable[[], None] = no_setup  # called in the child, before the command
+    same_as: Sequence[object] = ()  # another command, which must write the same bytes
+    volatile_files: Sequence[str] = VOLATILE_FILES
+    has_processes: bool = False  # beside the one that is killed
 
 
 def make_jobs(fixtures: Fixtures) -> list[Job]:
@@ -85,6 +106,8 @@ def make_jobs(fixtures: Fixtures) -> list[Job]:
     chat = ["--task=lm", "--train", chats, "--dev", chats, "--lora-rank=2"]
     vectors = ["workers=1", "vector_size=8", "epochs=3", "min_count=1", "save_steps=2"]
     pretrain = ["pretrain", "--data", text, "--vocab-size=300"]
+    prepare = ["prepare", fixtures.long_text, "--tokenizer", fixtures.shards / "tokenizer"]
+    near, by_tasks = ["--dedup=near"], ["--engine=ray", "--document-timeout=0"]
     return [
         Job("bert", [*pretrain, "bert-tiny", *SIZES, *steps]),
         Job("gpt2", [*pretrain, "gpt2-tiny", *SIZES, *steps]),
@@ -92,16 +115,43 @@ def make_jobs(fixtures: Fixtures) -> list[Job]:
         Job("word2vec", ["pretrain", "word2vec", "--data", text, *vectors]),
         Job("finetune", ["finetune", fixtures.bert / "final", *files, *tuned]),
         Job("LoRA", ["finetune", fixtures.gpt2 / "final", *chat, *tuned]),
-        Job("prepare", ["prepare", fixtures.long_text, "--tokenizer", fixtures.shards / "tokenizer", "--workers=1"]),
+        Job("prepare", [*prepare, "--workers=1"], volatile_files=PREPARE_VOLATILE_FILES),
+        Job(
+            "prepare by tasks",
+            [*prepare, *near, *by_tasks],
+            use_serial_engine,
+            [*prepare, *near, "--workers=1"],
+            PREPARE_VOLATILE_FILES,
+        ),
+        *(
+            [
+                Job(
+                    "prepare on Ray",
+                    [*prepare, *near, *by_tasks, "--workers=2"],
+                    same_as=[*prepare, *near, "--workers=1"],
+                    volatile_files=PREPARE_VOLATILE_FILES,
+                    has_processes=True,
+                )
+            ]
+            if importlib.util.find_spec("ray")
+            else []
+        ),
     ]
 
 
 # --- in the child
 
 
+def use_serial_engine() -> None:
+    """Run the tasks of `--engine ray` in this process, where each of their writes can be the last one."""
+    module: Any = importlib.import_module("firth.commands.engine")
+    module.open_ray_engine = lambda *_: nullcontext(SerialEngine())
+
+
 def run_quietly(job: Job, folder: Path, before: Callable[[], None] = lambda: None) -> None:
     def run() -> None:
         before()
+        job.setup()
         code = run_command([str(a) for a in [*job.arguments, "--output-dir", folder, "--resume"]])
         resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
         if code:
@@ -149,8 +199,11 @@ def kill_at_size(size: int) -> None:
     resource.setrlimit(resource.RLIMIT_FSIZE, (size, resource.RLIM_INFINITY))
 
 
-def aim_at_a_write(rng: random.Random, folder: Path, counts: Counter[str]) -> Callable[[], None]:
-    kind = rng.choice(["open", "fsync", "size"])
+def aim_at_a_write(
+    rng: random.Random, folder: Path, counts: Counter[str], has_processes: bool = False
+) -> Callable[[], None]:
+    # The processes of Ray inherit the limit of a size, and none of them could start.
+    kind = rng.choice(["open", "fsync"] if has_processes else ["open", "fsync", "size"])
     if kind == "open":
         number = rng.randint(1, counts["open"])
         return lambda: kill_at_write(folder, number)
@@ -177,9 +230,10 @@ def count_writes(job: Job, folder: Path, report: Path) -> None:
         os.fsync = fsync
         sys.addaudithook(count)
 
-    began = time.process_time()
+    clock = time.monotonic if job.has_processes else time.process_time
+    began = clock()
     run_quietly(job, folder, watch)
-    counts["milliseconds"] = round(1000 * (time.process_time() - began))
+    counts["milliseconds"] = round(1000 * (clock() - began))
     counts["size"] = max(p.stat().st_size for p in folder.rglob("*"))
     report.write_text(json.dumps(counts))
 
@@ -187,16 +241,36 @@ def count_writes(job: Job, folder: Path, report: Path) -> None:
 # --- in the parent
 
 
-def kill_after(pid: int, seconds: float) -> int:
-    """SIGKILL a process when it has used this much CPU time; returns what `wait` does."""
+def kill_after(pid: int, seconds: float, by_wall: bool = False) -> int:
+    """SIGKILL a process when it has used this much CPU time, or wall time; returns what `wait` does."""
+    began = time.monotonic()
     while True:
         done, status = os.waitpid(pid, os.WNOHANG)
         if done:
             return os.WTERMSIG(status) if os.WIFSIGNALED(status) else -bool(status)
-        if cpu_seconds(pid) >= seconds:
+        if (time.monotonic() - began if by_wall else cpu_seconds(pid)) >= seconds:
             os.kill(pid, signal.SIGKILL)
             return wait(pid)
         time.sleep(0.005)
+
+
+def adopt_orphans() -> None:
+    """Let processes whose parent is killed become children of this one."""
+    ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1)
+
+
+def list_children(pid: int) -> list[int]:
+    found = [path.read_text().split() for path in Path(f"/proc/{pid}/task").glob("*/children")]
+    return [int(child) for children in found for child in children]
+
+
+def end_orphans(known: Sequence[int]) -> None:
+    """SIGKILL the adopted processes, those that they leave behind too, and wait for them."""
+    while orphans := [pid for pid in list_children(os.getpid()) if pid not in known]:
+        for pid in orphans:
+            with suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+            wait(pid)
 
 
 def whole_folders(folder: Path) -> dict[str, str | None]:
@@ -229,10 +303,10 @@ def find_loss(before: dict[str, str | None], after: dict[str, str | None]) -> st
     return "" if is_finished or newest_step(list(after)) >= newest_step(list(before)) else "the last checkpoint is gone"
 
 
-def results(folder: Path) -> dict[str, Any]:
+def results(folder: Path, volatile_files: Sequence[str] = VOLATILE_FILES) -> dict[str, Any]:
     """The content of each file of a run but for times and paths."""
     found: dict[str, Any] = {}
-    for path in sorted(p for p in folder.rglob("*") if p.is_file() and p.name not in VOLATILE_FILES):
+    for path in sorted(p for p in folder.rglob("*") if p.is_file() and p.name not in volatile_files):
         name = path.relative_to(folder).as_posix()
         if path.name in ("results.json", "finetuning.json", "state.json"):
             value = json.loads(path.read_text())
@@ -252,9 +326,19 @@ def describe_difference(name: str, found: Any, expected: Any) -> str:
     return f"{name} ({'; '.join(sorted(fields))[:300]})"
 
 
+def list_differences(found: dict[str, Any], expected: dict[str, Any]) -> list[str]:
+    return sorted(
+        describe_difference(name, found.get(name), expected.get(name))
+        for name in {*found, *expected}
+        if found.get(name) != expected.get(name)
+    )
+
+
 def use_small_chunks() -> None:
-    """Let `prepare` note its progress after every 5 documents: texts of this size would be one chunk."""
+    """Let `prepare` note its progress after every 5 documents: texts of this size would be one chunk, and one task."""
     importlib.import_module("firth.tokens.prepare").CHUNK_DOCUMENTS = 5  # type: ignore[attr-defined]
+    plan.TASK_BYTES = TASK_BYTES
+    importlib.import_module("firth.tokens.cluster.prepare").INPUT_BYTES_PER_RANGE = 2 * TASK_BYTES  # type: ignore[attr-defined]
 
 
 class Kills:
@@ -269,18 +353,30 @@ class Kills:
             f"{straight}.output"
         ).read_text()
         self.writes = Counter(json.loads((self.work / "counts").read_text()))
-        self.expected = results(straight)
+        self.expected = results(straight, job.volatile_files)
         self.counts: Counter[str] = Counter()
         self.faults: list[str] = []
+        self.known_children: list[int] = []
+        if job.has_processes:
+            self.known_children = list_children(os.getpid())
+            adopt_orphans()
+        if job.same_as:
+            alone = self.work / "alone"
+            assert wait(fork(run_quietly, Job(job.name, job.same_as), alone)) == 0
+            if different := list_differences(self.expected, results(alone, job.volatile_files)):
+                self.faults.append(f"{job.name}: unlike {job.same_as}: {different[:5]}")
 
     def run_once(self, rng: random.Random, folder: Path) -> bool:
         """Run the job until it is killed, or to its end; returns whether it was killed."""
-        in_write, before = rng.random() < WRITE_SHARE, whole_folders(folder)
+        in_write, before, has_processes = rng.random() < WRITE_SHARE, whole_folders(folder), self.job.has_processes
         if in_write:
-            ended = wait(fork(run_quietly, self.job, folder, aim_at_a_write(rng, folder, self.writes)))
+            aimed = aim_at_a_write(rng, folder, self.writes, has_processes)
+            ended = wait(fork(run_quietly, self.job, folder, aimed))
         else:
             moment = rng.uniform(0, self.writes["milliseconds"] / 1000)
-            ended = kill_after(fork(run_quietly, self.job, folder), moment)
+            ended = kill_after(fork(run_quietly, self.job, folder), moment, has_processes)
+        if has_processes and rng.random() < 0.5:
+            end_orphans(self.known_children)
         if ended == -1:
             self.faults.append(f"{self.job.name}: " + Path(f"{folder}.output").read_text()[-1000:])
         if ended > 0:
@@ -300,12 +396,12 @@ class Kills:
                 break
         if wait(fork(run_quietly, self.job, folder)) != 0:
             self.faults.append(f"{self.job.name}: " + Path(f"{folder}.output").read_text()[-1000:])
-        found = results(folder)
-        different = sorted(
-            describe_difference(name, found.get(name), self.expected.get(name))
-            for name in {*found, *self.expected}
-            if found.get(name) != self.expected.get(name)
-        )
+        if self.job.has_processes:
+            end_orphans(self.known_children)
+        left = sorted(p.name for p in self.work.iterdir() if p.name not in (folder.name, f"{folder.name}.output"))
+        if left:
+            self.faults.append(f"{self.job.name}: left behind: {left[:5]}")
+        different = list_differences(results(folder, self.job.volatile_files), self.expected)
         changed = [n for n, content in snapshot(self.fixtures.folder, ()).items() if inputs.get(n) != content]
         self.counts["compared"] += 1
         self.counts["equal"] += not different

@@ -23,7 +23,7 @@ from faults.fuzz.mutators import RAW, dump_json, mutate_bytes, mutate_value
 CI_CASES = 12  # of each group
 SLOW_CASES = int(os.environ.get("FUZZ_CASES", "3500"))
 SLOW_KILLS = int(os.environ.get("FUZZ_KILLS", "150"))  # of each command
-JOBS = ("bert", "gpt2", "t5", "word2vec", "finetune", "LoRA", "prepare")
+JOBS = ("bert", "gpt2", "t5", "word2vec", "finetune", "LoRA", "prepare", "prepare by tasks", "prepare on Ray")
 pytestmark = pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="reads CPU time and memory from /proc")
 
 
@@ -73,9 +73,11 @@ def test_many_damaged_inputs(group: str, fixtures: Fixtures, work: Path) -> None
 @pytest.mark.parametrize("name", JOBS)
 def test_many_kills(name: str, fixtures: Fixtures, work: Path) -> None:
     use_small_chunks()
+    if name == "prepare on Ray":
+        pytest.importorskip("ray")
     job = next(job for job in make_jobs(fixtures) if job.name == name)
     kills = Kills(job, work, fixtures)
-    kills.run(SLOW_KILLS)
+    kills.run(SLOW_KILLS // 10 if job.has_processes else SLOW_KILLS)  # Ray takes long to start
     print(kills.counts)
     assert not kills.faults, kills.faults[0]
 
