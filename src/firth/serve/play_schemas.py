@@ -7,11 +7,11 @@ from typing import Annotated, Any, Literal
 from pydantic import Field
 
 from firth.serve.schemas import (
-    BOUNDS,
     Answer,
     BlankAnswer,
     Flag,
     Int,
+    LengthPenalty,
     ModelName,
     Number,
     Permutation,
@@ -75,7 +75,7 @@ class BeamsRequest(Request):
     new_tokens: TakenTokens = Field(default=[], description="Search after these tokens, which follow the prompt.")
     num_beams: Int = Field(default=3, ge=2, le=MAX_BEAMS)
     max_new_tokens: Int = Field(default=8, ge=1, le=MAX_TREE_TOKENS)
-    length_penalty: Number = Field(default=1.0, **BOUNDS["length_penalty"])
+    length_penalty: LengthPenalty = 1.0
     early_stopping: Flag = False
 
 

@@ -40,6 +40,9 @@ GENERATION_FIELDS = (
 
 
 BOUNDS: dict[str, Any] = {name: {"ge": low, "le": high} for name, (low, high) in GENERATION_BOUNDS.items()}
+SamplingTemperature = Annotated[Number, Field(**BOUNDS["temperature"])]
+RepetitionPenalty = Annotated[Number, Field(**BOUNDS["repetition_penalty"])]
+LengthPenalty = Annotated[Number, Field(**BOUNDS["length_penalty"])]
 
 
 class Request(BaseModel):
@@ -70,8 +73,8 @@ class SamplingFields(Request):
     """What completions and chat completions share. The last five fields are Firth's own."""
 
     model: Text
-    temperature: Number | None = Field(
-        default=None, description="0 takes the likeliest token. Default: 1.", **BOUNDS["temperature"]
+    temperature: SamplingTemperature | None = Field(
+        default=None, description="0 takes the likeliest token. Default: 1."
     )
     top_p: Number | None = Field(default=None, gt=0, le=1)
     n: Int | None = Field(default=None, ge=1, le=MAX_CHOICES)
@@ -84,7 +87,7 @@ class SamplingFields(Request):
     user: str | None = Field(default=None, description="Ignored.")
     top_k: Int | None = Field(default=None, ge=0, le=2**31)
     min_p: Number | None = Field(default=None, ge=0, le=1)
-    repetition_penalty: Number | None = Field(default=None, **BOUNDS["repetition_penalty"])
+    repetition_penalty: RepetitionPenalty | None = None
     no_repeat_ngram_size: Int | None = Field(default=None, ge=0, le=1000)
     min_new_tokens: Int | None = Field(default=None, ge=0, le=MAX_NEW_TOKENS)
 
