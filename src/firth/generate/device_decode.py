@@ -232,10 +232,9 @@ class DeviceDecode:
         host_B.fill(-1)
         step()
         if self.device.type == "cuda":
-            event = torch.cuda.Event()
-            event.record()
             # The tokens arrive in the middle of a graph, where no event can be waited for. `query` raises GPU errors.
-            while host_B.min() < 0 and not event.query():
+            stream = torch.cuda.current_stream(self.device)
+            while host_B.min() < 0 and not stream.query():
                 pass
         tokens: list[int] = host_B.tolist()
         return tokens  # so the mask has been copied, too: the host may write the next one
