@@ -529,8 +529,8 @@ UNSEEN: dict[str, Case] = {
         "warmup-too-short", f"{STUCK} rate-too-high", **GPT2, **LONG, learning_rate=2e-2, warmup_steps=0
     ),
     "sick-gpt2-divergence": trained("divergence", f"{STUCK} rate-too-high", **GPT2, **LONG, learning_rate=1e18),
-    "sick-encoder-overfitting": trained("overfitting repeated-data", **ENCODER, **FEW, max_steps=300),
-    "sick-decoder-overfitting": trained("overfitting", "repeated-data", **DECODER, **FEW, max_steps=150),
+    "sick-encoder-overfitting": trained("overfitting repeated-data", **ENCODER, **FEW, max_steps=1500),
+    "sick-decoder-overfitting": trained("overfitting", "repeated-data", **DECODER, **FEW, max_steps=1000),
     "sick-encoder-labels": untrained("all-labels", **ENCODER | {"objective": mlm_and_clm(0.9, 0.8)}, **FEW),
     "healthy-encoder": trained(**ENCODER, **LONG),
     "healthy-decoder": trained(**DECODER, **LONG),

@@ -177,6 +177,36 @@ def test_repeated_text_is_no_fault_while_the_held_out_loss_falls(
     assert ("repeated-data" in names) == found
 
 
+def test_an_early_jump_is_told_beside_a_rate_that_is_too_high(recipe: Recipe) -> None:
+    """The loss recovers from the jump, and stays at word frequencies: the warm-up and the rate are both wrong."""
+    training = replace(recipe, max_steps=400, warmup_steps=0, learning_rate=2e-2)
+    early = [7.6, 6.9, 9.3, 7.2, 7.0]
+    facts = [
+        LogFacts(
+            training,
+            [
+                {"step": i, "loss": loss}
+                for i, loss in enumerate([*early, *[late + 0.01 * (i % 3) for i in range(395)]], 1)
+            ],
+            References(unigram=6.0),
+            recommended_rate=1e-3,
+        )
+        for late in (6.0, 9.0)
+    ]
+    assert rules_of(examine(LOG_RULES, facts[0])) == {"plateau", "rate-too-high", "warmup-too-short"}
+    assert "warmup-too-short" not in rules_of(examine(LOG_RULES, facts[1])), "a loss that stays high is no early jump"
+
+
+@pytest.mark.parametrize(("jump", "found"), [(0.8, False), (1.6, True)])
+def test_a_quiet_window_makes_no_spike(recipe: Recipe, jump: float, found: bool) -> None:
+    """A jump of 16 deviations of the 32 lines before it, which are quiet by chance, is one of 6 elsewhere."""
+    losses = 5.0 + np.random.default_rng(0).normal(0, 0.12, 400)
+    losses[200:232] = 5.0 + np.random.default_rng(1).normal(0, 0.05, 32)
+    losses[232] = 5.0 + jump
+    lines = [{"step": i, "loss": float(loss)} for i, loss in enumerate(losses, 1)]
+    assert ("loss-spikes" in rules_of(examine(LOG_RULES, LogFacts(recipe, lines)))) == found
+
+
 def test_labels_on_padding(recipe: Recipe) -> None:
     ids = np.array([[5, 6, 7, 0], [5, 6, 0, 0]])
     documents = np.array([[0, 0, 0, -1], [0, 0, -1, -1]])

@@ -399,10 +399,14 @@ def find_early_rise(facts: LogFacts) -> tuple[float, float, int] | None:
 
 
 def check_warmup(facts: LogFacts) -> Evidence | None:
+    """Examine the first steps. A loss that recovers and then ends high has two causes: this one, and the rate."""
     rise = find_early_rise(facts)
-    if rise is None or check_rate_high(facts):
+    if rise is None:
         return None
     before, highest, step = rise
+    after = facts.smoothed.values[facts.smoothed.steps > step]
+    if not len(after) or after.min() > before:  # it has not recovered: the rate alone is to blame
+        return None
     return Evidence(
         {"loss before": before, "highest loss": highest, "at step": step}
         | {"warm-up steps": facts.training.warmup_steps},
@@ -443,7 +447,8 @@ def find_spikes(facts: LogFacts) -> list[tuple[int, float, float]]:
     if len(values) > SPIKE_WINDOW:
         windows = np.lib.stride_tricks.sliding_window_view(values, SPIKE_WINDOW)[:-1]
         medians = np.median(windows, axis=1)
-        deviations = 1.4826 * np.median(np.abs(windows - medians[:, None]), axis=1)
+        # Of some hundred windows one is quiet by chance: no deviation is smaller than the noise of the whole log.
+        deviations = np.maximum(1.4826 * np.median(np.abs(windows - medians[:, None]), axis=1), loss.noise)
         jumps = values[SPIKE_WINDOW:] - medians
         for i in np.flatnonzero(jumps > np.maximum(SPIKE_DEVIATIONS * deviations, least)).tolist():
             after = values[SPIKE_WINDOW + i + 1 : SPIKE_WINDOW + i + 1 + SPIKE_RETURN_LINES]
@@ -648,8 +653,8 @@ LOG_RULES: tuple[Rule[LogFacts], ...] = (
         "warmup-too-short",
         "warning",
         "the warm-up is too short",
-        f"an early loss rises by {WARMUP_BUMP_NATS} nats and {NOISE_FACTOR:g} standard deviations, and the warm-up is "
-        f"less than {SHORT_WARMUP_SHARE:.0%} of the run",
+        f"an early loss rises by {WARMUP_BUMP_NATS} nats and {NOISE_FACTOR:g} standard deviations and recovers, and "
+        f"the warm-up is less than {SHORT_WARMUP_SHARE:.0%} of the run",
         check_warmup,
     ),
     Rule("divergence", "error", "the run diverged", "a step was skipped for NaN or Inf", check_divergence),
@@ -658,7 +663,8 @@ LOG_RULES: tuple[Rule[LogFacts], ...] = (
         "warning",
         "the loss has spikes",
         f"a loss exceeds the median of the {SPIKE_WINDOW} lines before it by {SPIKE_DEVIATIONS:g} robust standard "
-        f"deviations and {SPIKE_NATS} nats, and returns; steps with less than half of the usual labels do not count",
+        f"deviations (of these lines and of the whole log) and {SPIKE_NATS} nats, and returns; steps with less than "
+        "half of the usual labels do not count",
         check_spikes,
     ),
     Rule(
