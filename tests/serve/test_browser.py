@@ -44,6 +44,17 @@ NAMELESS = """() => [...document.querySelectorAll(
 }).map((e) => e.outerHTML.slice(0, 120))"""
 
 
+# Names of axes and labels of points that lie on another label: nobody can read them.
+COVERED = """() => [...document.querySelectorAll("svg.chart, svg:has(> .point)")].filter((e) => e.checkVisibility())
+  .flatMap((picture) => {
+    const texts = [...picture.querySelectorAll(".tick, .name, .point text")].map((e) => [e, e.getBoundingClientRect()]);
+    const pairs = texts.flatMap((a, i) => texts.slice(i + 1).map((b) => [a, b]));
+    const on = ([[, a], [, b]]) => a.left < b.right - 1 && b.left < a.right - 1
+      && a.top < b.bottom - 3 && b.top < a.bottom - 3;
+    return pairs.filter(on).map(([[a], [b]]) => `${a.textContent} on ${b.textContent}`);
+  })"""
+
+
 # Whether the selected tab is on the screen: a phone shows some of the tabs at a time.
 IN_VIEW = """(() => {
   const box = document.querySelector("[role=tab][aria-selected=true]").getBoundingClientRect();
@@ -113,6 +124,7 @@ def page(browser: Any, address: str, request: pytest.FixtureRequest) -> Iterator
     page.on("response", lambda r: problems.append(f"{r.url}: {r.text()}") if r.status >= 400 else None)
     yield page
     assert page.evaluate(NAMELESS) == []
+    assert page.evaluate(COVERED) == []
     assert page.evaluate("document.documentElement.scrollWidth <= innerWidth"), "the page is wider than the screen"
     context.close()
     assert not problems, "\n".join(problems)
@@ -434,6 +446,10 @@ def test_vectors(page: Any, address: str) -> None:
     own.get_by_role("slider").fill("0")
     assert page.evaluate(places) != before
     assert "of the variance" in own.inner_text()
+    page.fill("textarea", "\n".join(5 * ["a cat"] + ["a dog and a river"]))
+    own.get_by_role("button", name="cat in line 5").wait_for()
+    until_answered(page)
+    assert [own.locator(f".point {part}").count() for part in ("circle", "text")] == [7, 7]  # cats at one place
 
 
 def test_a_static_model_beside_another(page: Any, address: str) -> None:

@@ -261,7 +261,7 @@ def draw_y_axis(scale: Scale, height: float) -> list[Markup]:
         y = percent(1 - share)
         parts.append(element("line", {"class": "grid", "x2": "100%", "y1": y, "y2": y}))
         parts.append(element("text", {"class": "tick", "x": -8, "y": y, "dy": 4, "text-anchor": "end"}, text))
-    name = {"class": "name", "x": -height / 2, "y": -46, "text-anchor": "middle", "transform": "rotate(-90)"}
+    name = {"class": "name", "x": -height / 2, "y": -52, "text-anchor": "middle", "transform": "rotate(-90)"}
     return [*parts, element("text", name, scale.axis.name)]
 
 

@@ -35,12 +35,12 @@ from firth.tokens import Rows, Tokenizer, Vocabulary
 RowsOrBatch = TypeVar("RowsOrBatch", Rows, Batch)
 TokenFormatter = Callable[..., str]  # consecutive token ids -> their text
 TOKEN_KINDS = {
-    "masked": "masked; the original is given with it",
+    "masked": "replaced by a mask; the original is beside it",
     "random": "replaced by a random token, and a target",
     "kept": "kept, and a target",
     "target": "a target of the query stream, which does not see it; the number is its order",
     "sentinel": "stands for the span that is given with it",
-    "label": "a label: the model has to predict it",
+    "label": "the model has to predict it",
     "hidden": "a label, hidden behind a mask of the input",
     "deleted": "a label, deleted from the input",
     "reward": "the reward is read here",

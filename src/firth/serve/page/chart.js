@@ -58,7 +58,7 @@ export function lineChart({ series, lines = [], xLabel, yLabel, label, height = 
     const y = percent(1 - Y(t));
     plot.append(svg("line", { class: "grid", x2: "100%", y1: y, y2: y }), text({ class: "tick", x: -8, y, dy: 4, "text-anchor": "end" }, formatTick(t)));
   }
-  plot.append(text({ class: "name", x: -height / 2, y: -46, "text-anchor": "middle", transform: "rotate(-90)" }, yLabel),
+  plot.append(text({ class: "name", x: -height / 2, y: -52, "text-anchor": "middle", transform: "rotate(-90)" }, yLabel),
     svg("line", { class: "axis", x2: "100%", y1: height, y2: height }));
   for (const t of niceTicks(x0, x1, 6).filter((t) => !wholeSteps || Number.isInteger(t))) {
     const x = percent(X(t));

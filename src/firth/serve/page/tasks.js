@@ -34,7 +34,7 @@ export function draw(panel, shown, page) {
   const views = models.flatMap((model) => Object.entries(model.tasks).map(([task, kind]) => taskView(model, task, kind)));
   panel.replaceChildren(
     el("p", { class: "lead", text: "What the checkpoints were fine-tuned for. Salience is gradient times input: blue words speak for the label, orange ones against it." }),
-    views.length ? el("div", { class: "columns" }, views) : el("p", { text: "None of these models was fine-tuned. firth finetune makes a classifier, a tagger or an answerer of any of them." }),
+    views.length ? el("div", { class: "columns" }, views) : el("p", {}, "None of these models was fine-tuned. ", el("code", { text: "firth finetune" }), " makes a classifier, a tagger or an answerer of any of them."),
   );
 }
 

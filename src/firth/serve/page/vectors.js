@@ -55,6 +55,24 @@ class View {
   }
 }
 
+const LABEL_HEIGHT = 13;
+const MAX_LABEL_SHIFT = 4 * LABEL_HEIGHT; // further from its point a label is not understood
+
+// The height of each label: beside its point, or the nearest at which it covers no label before it; null where there is none.
+function placeLabels(labels, height) {
+  const placed = [];
+  const isFree = (label, y) => placed.every((other) => Math.abs(other.y - y) >= LABEL_HEIGHT || other.x >= label.x + label.width || label.x >= other.x + other.width);
+  return labels.map((label) => {
+    for (let by = 0; by <= MAX_LABEL_SHIFT; by += 2) {
+      const y = [label.y + by, label.y - by].find((at) => at > LABEL_HEIGHT && at < height - 24 && isFree(label, at));
+      if (y === undefined) continue;
+      placed.push({ ...label, y });
+      return y;
+    }
+    return null;
+  });
+}
+
 function drawMap(words, { points, shares, neighbours }, texts, label) {
   const width = roomFor(600);
   const [height, pad] = [Math.min(400, width), 34];
@@ -81,11 +99,14 @@ function drawMap(words, { points, shares, neighbours }, texts, label) {
     detail.tell([`${words[i].text + 1}: `, text.slice(0, words[i].start).join(""), el("strong", { text: words[i].word }), text.slice(words[i].end).join("")], byKey);
     near.replaceChildren(bars(neighbours[i].map(([j, cosine]) => ({ name: `${words[j].word} (${words[j].text + 1})`, p: Math.max(cosine, 0), label: cosine.toFixed(2), title: context(words[j]) })), { label: "Nearest words", max: 1 }));
   }
+  const spots = placeLabels(words.map((word, i) => ({ x: X(xs[i]) + 8, y: Y(ys[i]) + 4, width: 7.5 * word.word.length + 14 })), height);
   const marks = words.map((word, i) => {
     const colour = `var(${COLOURS[names.indexOf(word.word.toLowerCase()) % COLOURS.length]})`;
+    const isMoved = spots[i] !== null && Math.abs(spots[i] - Y(ys[i]) - 4) > LABEL_HEIGHT / 2;
     return svg("g", { class: "point", role: "button", "aria-label": `${word.word} in line ${word.text + 1}`, on: { pointerenter: () => point(i), focus: () => point(i, true), click: () => point(i), keydown: onKeyClick(() => point(i, true)) } },
+      isMoved ? svg("line", { x1: X(xs[i]), y1: Y(ys[i]), x2: X(xs[i]) + 8, y2: spots[i] - 4, stroke: colour, "stroke-width": 0.7 }) : null,
       svg("circle", { cx: X(xs[i]), cy: Y(ys[i]), r: 5, fill: colour }),
-      svg("text", { x: X(xs[i]) + 8, y: Y(ys[i]) + 4, "font-size": 12, text: word.word }, svg("tspan", { "font-size": 9, class: "quiet", dy: -4, text: ` ${word.text + 1}` })));
+      spots[i] === null ? svg("title", { text: `${word.word} (${word.text + 1})` }) : svg("text", { x: X(xs[i]) + 8, y: spots[i], "font-size": 12, text: word.word }, svg("tspan", { "font-size": 9, class: "quiet", dy: -4, text: ` ${word.text + 1}` })));
   });
   chart.append(...marks);
   // Arrow keys go to the next word to that side.
