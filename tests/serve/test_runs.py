@@ -543,6 +543,43 @@ def test_what_the_run_itself_has_found_is_told_until_the_doctor_answers(tmp_path
     notes.stop()
 
 
+def test_a_run_is_examined_for_a_hundredth_of_the_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The pause follows the computing time: an idle process that waited long for its turn has taken little."""
+    folder, used, now = make_run(tmp_path / "run"), [0.0], [1000.0]
+    monkeypatch.setattr(run_notes, "child_cpu_seconds", lambda: used[0])
+    monkeypatch.setattr(run_notes.time, "monotonic", lambda: now[0])
+
+    def examine(path: Path, hold: Any) -> dict[str, Any]:
+        now[0] += 50.0
+        used[0] += 6.0
+        return {"findings": [{"rule": "plateau", "level": "warning"}], "references": {}, "rules": 32}
+
+    notes, (run,) = RunNotes(examine), RunsFolder(tmp_path).scan().values()
+    assert run.summary is not None
+    run.summary = run.summary._replace(state="running")
+    notes.read(run)
+    notes.worker.submit(lambda: None).result()
+    with (folder / "log.jsonl").open("a") as log:
+        log.write('{"step": 4, "loss": 4.0}\n')
+    ended = now[0]
+    for now[0], state in ((ended + 599.0, "examined"), (ended + 601.0, "examining")):
+        assert notes.read(run)["state"] == state
+    notes.worker.submit(lambda: None).result()
+    # What the run finds after an examination stands beside the doctor's notes, once, the worst first.
+    plateau, rate = (
+        Finding(rule, level, rule, {}, "Why.", "firth").to_dict()
+        for rule, level in (("plateau", "error"), ("rate-too-high", "error"))
+    )
+    write_json(folder / "findings.json", {"findings": [plateau, rate]})
+    assert [(f["rule"], f["level"]) for f in notes.read(run)["findings"]] == [
+        ("rate-too-high", "error"),
+        ("plateau", "warning"),
+    ]
+    os.utime(folder / "findings.json", (0, 0))  # known when the doctor examined the run
+    assert [f["rule"] for f in notes.read(run)["findings"]] == ["plateau"]
+    notes.stop()
+
+
 @pytest.mark.slow  # an idle process waits for all others
 def test_the_doctor_runs_as_an_idle_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A recipe that no doctor knows: what the command says is the error, and nothing else of it."""

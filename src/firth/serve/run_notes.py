@@ -2,12 +2,16 @@
 
 The doctor counts n-grams and makes batches again: seconds of computing, for a run that may need every core itself. So
 one run at a time is examined, by a process of its own with Linux's idle priority: it computes when nothing else does,
-and neither the run nor the event loop of the server waits for it. A run that trains is examined again when its log has
-grown, at most a twentieth of the time. However many people watch, a log is examined once.
+and neither the run nor the event loop of the server waits for it. However many people watch, a log is examined once.
+
+An idle process still shares caches and memory with the run, and on some machines the core itself. So a run that trains
+is examined again, when its log has grown, only after so long that the doctor computes at most a hundredth of the time
+on one core. What the run itself finds meanwhile (`findings.json`) is told at once.
 """
 
 from __future__ import annotations
 
+import os
 import subprocess
 import time
 from collections.abc import Callable
@@ -24,7 +28,7 @@ from firth.serve.runs import LOG_FILE, RECIPE_FILE, RESULTS_FILE, WatchedRun
 from firth.train.findings import LEVELS, Finding
 from firth.train.live_doctor import FINDINGS_FILE
 
-PAUSE_FACTOR = 20.0  # times the last examination, before a running run is examined again
+PAUSE_FACTOR = 100.0  # times the computing time of the last examination, before a running run is examined again
 MIN_PAUSE_S = 60.0
 MAX_EXAMINATION_S = 3600.0  # an idle process may wait long for its turn
 MAX_WAITING = 20  # runs that wait to be examined
@@ -42,7 +46,8 @@ class Notes:
     error: str = ""
     is_waiting: bool = False
     ended: float = 0.0
-    seconds: float = 0.0
+    cpu_seconds: float = 0.0
+    began_at: float = 0.0  # Unix time of the last examination's start
 
 
 class RunNotes(IdleWorker):
@@ -62,7 +67,7 @@ class RunNotes(IdleWorker):
         stamp, is_running = files_stamp(run.home), run.summary is not None and run.summary.state == "running"
         with self.lock:
             notes = self.known.setdefault(run.home, Notes())
-            pause = max(MIN_PAUSE_S, PAUSE_FACTOR * notes.seconds) if is_running and notes.number else 0.0
+            pause = max(MIN_PAUSE_S, PAUSE_FACTOR * notes.cpu_seconds) if is_running and notes.number else 0.0
             num_waiting = sum(other.is_waiting for other in self.known.values())
             is_due = notes.stamp != stamp and time.monotonic() >= notes.ended + pause
             if is_due and not notes.is_waiting and num_waiting < MAX_WAITING and not self.is_stopped:
@@ -70,11 +75,17 @@ class RunNotes(IdleWorker):
                 self.worker.submit(self.update, run.home, stamp)
             state = "examining" if notes.is_waiting else "failed" if notes.error else "examined"
             found = {"number": notes.number, "state": state, "error": notes.error, **describe(notes.diagnosis)}
-            return found if notes.diagnosis else found | {"findings": read_live_findings(run.home)}
+            live = read_live_findings(run.home, notes.began_at) if is_running or not notes.diagnosis else []
+            known = {finding["rule"] for finding in found["findings"]}
+            new = [finding for finding in live if finding["rule"] not in known]
+            if not new:
+                return found
+            findings = sorted(new + found["findings"], key=lambda finding: LEVELS.index(finding["level"]))
+            return found | {"findings": findings}
 
     def update(self, folder: Path, stamp: Stamp) -> None:
         """Examine a run, in the doctor's thread."""
-        began, found, error = time.monotonic(), dict[str, Any](), ""
+        began_at, cpu_before, found, error = time.time(), child_cpu_seconds(), dict[str, Any](), ""
         try:
             found = self.examine(folder, self.hold)
         except UserError as e:
@@ -83,9 +94,16 @@ class RunNotes(IdleWorker):
             error = f"The doctor could not examine this run ({type(e).__name__})."
         with self.lock:
             self.process = None
-            now = time.monotonic()
-            number = self.known[folder].number + 1
-            self.known[folder] = Notes(number, stamp, found, error, ended=now, seconds=now - began)
+            number, used = self.known[folder].number + 1, child_cpu_seconds() - cpu_before
+            self.known[folder] = Notes(
+                number, stamp, found, error, ended=time.monotonic(), cpu_seconds=used, began_at=began_at
+            )
+
+
+def child_cpu_seconds() -> float:
+    """Return the computing time of all processes that this one has started and that have ended."""
+    used = os.times()
+    return used.children_user + used.children_system
 
 
 def describe(diagnosis: dict[str, Any]) -> dict[str, Any]:
@@ -93,9 +111,14 @@ def describe(diagnosis: dict[str, Any]) -> dict[str, Any]:
     return {name: diagnosis.get(name, {} if name == "references" else 0 if name == "rules" else []) for name in names}
 
 
-def read_live_findings(folder: Path) -> list[dict[str, Any]]:
-    """Return what the run itself has found (`train/live_doctor.py`); nothing where the file is not one of these."""
+def read_live_findings(folder: Path, since: float = 0.0) -> list[dict[str, Any]]:
+    """Return what the run itself has found (`train/live_doctor.py`) and written since a time.
+
+    Nothing where the file is not one of these.
+    """
     try:
+        if (folder / FINDINGS_FILE).stat().st_mtime < since:
+            return []
         found = read_object(folder / FINDINGS_FILE)["findings"]
         findings = from_dict({"findings": found}, LiveFindings, FINDINGS_FILE).findings
     except (UserError, OSError, KeyError):
