@@ -460,40 +460,42 @@ def test_a_machine_that_does_not_see_the_folder(tmp_path: Path) -> None:
 # --- documents that hang or kill ------------------------------------------------------------------------------------
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("kind", ["read", "tokenize"])
-def test_a_document_that_hangs_or_kills_is_skipped(
-    kind: str, tokenizer: Tokenizer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Of three documents the second hangs and the third kills its process: only the first stays, and all is said."""
-    code = """
+# A module that Python imports at its start. In the process that the guard of a task starts, a document "HANG read ..."
+# hangs the task that reads it, and "KILL tokenize ..." kills the one that tokenizes it.
+STOPPING = """
 import os, sys, time
-from firth.text import filters
-from firth.tokens import encode
-def stop(text):
-    if "HANG" in text: time.sleep(1000)
-    if "KILL" in text: os.kill(os.getpid(), 9)
-def normalize(self, text, real=filters.TextCleaner.normalize_text):
-    stop(text)
-    return real(self, text)
-def encode_documents(self, documents, real=encode.DocumentEncoder._encode_documents):
-    [stop(d.text) for d in documents]
-    return real(self, documents)
-if os.environ["STOPS_IN"] == "read":
+if any("child_main" in word for word in sys.orig_argv):
+    from firth.text import filters
+    from firth.tokens import encode
+    def stop(text, stage):
+        if f"HANG {stage}" in text: time.sleep(1000)
+        if f"KILL {stage}" in text: os.kill(os.getpid(), 9)
+    def normalize(self, text, real=filters.TextCleaner.normalize_text):
+        stop(text, "read")
+        return real(self, text)
+    def encode_documents(self, documents, real=encode.DocumentEncoder._encode_documents):
+        [stop(d.text, "tokenize") for d in documents]
+        return real(self, documents)
     filters.TextCleaner.normalize_text = normalize
-else:
     encode.DocumentEncoder._encode_documents = encode_documents
 """
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("stage", ["read", "tokenize"])
+def test_a_document_that_hangs_or_kills_is_skipped(
+    stage: str, tokenizer: Tokenizer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of three documents the second hangs and the third kills its process: only the first stays, and all is said."""
     (tmp_path / "lib").mkdir()
-    (tmp_path / "lib" / "sitecustomize.py").write_text(code)
+    (tmp_path / "lib" / "sitecustomize.py").write_text(STOPPING)
     monkeypatch.setattr(sys, "path", [str(tmp_path / "lib"), *sys.path])
-    monkeypatch.setenv("STOPS_IN", kind)
-    lines = [json.dumps({"text": f"{word} heron {word}"}) + "\n" for word in ("OK", "HANG", "KILL")]
+    lines = [json.dumps({"text": f"{word} {stage} heron"}) + "\n" for word in ("OK", "HANG", "KILL")]
     (tmp_path / "a.jsonl").write_text("".join(lines))
     facts = prepare_by_tasks([tmp_path / "a.jsonl"], tokenizer, tmp_path / "s", SerialEngine(), 0.0, document_timeout=3)
     assert facts["documents"] == 1
     assert [s["reason"] for s in facts["skipped"]] == ["no progress within 3 s", "the process died (SIGKILL)"]
-    names = ["HANG heron HANG", "KILL heron KILL"] if kind == "read" else [":2", ":3"]
+    names = ["HANG read heron", "KILL read heron"] if stage == "read" else [":2", ":3"]
     assert all(s["document"].endswith(name) for s, name in zip(facts["skipped"], names, strict=True))
 
 

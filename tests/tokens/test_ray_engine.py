@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import json
+import os
 import random
 import sys
-import threading
+import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
 import pytest
-from tokens.test_cluster import ShuffledEngine, contents, make_texts, recording
+from tokens.test_cluster import STOPPING, ShuffledEngine, contents, make_texts, recording
 
 from firth import api
 from firth.core.errors import UserError
@@ -121,13 +123,16 @@ def test_a_tokenizer_on_object_storage(
 
 
 @pytest.fixture(scope="module")
-def cluster() -> Iterator[Any]:
+def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
     """Three machines with one core each, which are processes of this one. The first one stays: it has the state."""
     pytest.importorskip("ray")
     ray = import_ray()
     from ray.cluster_utils import Cluster
 
-    with exported_path():
+    folder = tmp_path_factory.mktemp("lib")
+    (folder / "sitecustomize.py").write_text(STOPPING)
+    with exported_path(), pytest.MonkeyPatch.context() as patch:
+        patch.setenv("PYTHONPATH", str(folder), prepend=os.pathsep)
         head = {"num_cpus": 1, "include_dashboard": False}
         cluster = start_with_patience(lambda: Cluster(initialize_head=True, head_node_args=head))
         for _ in range(2):
@@ -146,29 +151,40 @@ def small_tasks(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.slow
 def test_machines_that_are_killed_change_nothing(cluster: Any, source: Path, tmp_path: Path) -> None:
+    """The command runs in a thread, since Ray starts a new machine in the main thread only."""
     api.prepare(paths(source), source / "tok", tmp_path / "one", dedup="near", held_out=0.2)
-    rng, stop, killed = random.Random(0), threading.Event(), list[str]()
-
-    def kill() -> None:
-        while not stop.wait(rng.uniform(5, 10)):
-            node = rng.choice(sorted(cluster.worker_nodes, key=lambda node: node.node_id))
-            killed.append(node.node_id)
-            cluster.remove_node(node, allow_graceful=False)
-            start_with_patience(lambda: cluster.add_node(num_cpus=1))
-
-    thread = threading.Thread(target=kill)
-    thread.start()
-    try:
-        options: dict[str, Any] = {"engine": "ray", "document_timeout": 0, "dedup": "near", "held_out": 0.2}
-        result = api.prepare(paths(source), source / "tok", tmp_path / "many", **options)
-    finally:
-        stop.set()
-        thread.join()
-    assert killed, "a machine was killed while tasks ran"
+    rng, num_killed = random.Random(0), 0
+    options: dict[str, Any] = {"engine": "ray", "document_timeout": 60, "dedup": "near", "held_out": 0.2}
+    with ThreadPoolExecutor(1) as pool:
+        running = pool.submit(api.prepare, paths(source), source / "tok", tmp_path / "many", **options)
+        while not running.done():
+            time.sleep(rng.uniform(2, 6))
+            if not running.done():
+                node = rng.choice(sorted(cluster.worker_nodes, key=lambda node: node.node_id))
+                cluster.remove_node(node, allow_graceful=False)
+                num_killed += 1
+                start_with_patience(lambda: cluster.add_node(num_cpus=1))
+        result = running.result()
+    assert num_killed >= 2, "machines were killed while tasks ran"
     found, expected = contents(tmp_path / "many"), contents(tmp_path / "one")
     assert {name for name in found if found[name] != expected.get(name)} <= {".verified.json"}
     assert found.keys() == expected.keys()
     assert result["duplicates"] > 100
+    assert "skipped" not in result, "no document is blamed for a lost machine"
+
+
+@pytest.mark.slow
+def test_documents_that_hang_or_kill_a_worker(cluster: Any, source: Path, tmp_path: Path, capfd: Any) -> None:
+    words = ("HANG read", "KILL read", "HANG tokenize", "KILL tokenize", "OK")
+    (tmp_path / "a.jsonl").write_text("".join(json.dumps({"text": f"{word} heron"}) + "\n" for word in words))
+    result = api.prepare(
+        [tmp_path / "a.jsonl"], source / "tok", tmp_path / "s", engine="ray", document_timeout=4, held_out=0.0
+    )
+    reasons = ["no progress within 4 s", "the process died (SIGKILL)"] * 2
+    assert [skipped["reason"] for skipped in result["skipped"]] == reasons
+    assert result["documents"] == 1
+    said = " ".join(capfd.readouterr().err.split())
+    assert all(reason in said for reason in reasons), said
 
 
 @pytest.mark.slow

@@ -87,5 +87,6 @@ def write_shards(
 
 def summarize_shards(folder: Path) -> dict[str, Any]:
     manifest = open_shards(folder).manifest
-    names = ("documents", "tokens", "duplicates", "train", "held_out", "unigram_entropy")
+    names = ["documents", "tokens", "duplicates", "train", "held_out", "unigram_entropy"]
+    names += ["skipped"] if "skipped" in manifest else []  # documents that hung or killed their process
     return {"output_dir": str(folder), **{name: manifest[name] for name in names}}
