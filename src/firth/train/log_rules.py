@@ -663,8 +663,8 @@ LOG_RULES: tuple[Rule[LogFacts], ...] = (
         "warning",
         "the loss has spikes",
         f"a loss exceeds the median of the {SPIKE_WINDOW} lines before it by {SPIKE_DEVIATIONS:g} robust standard "
-        f"deviations (of these lines and of the whole log) and {SPIKE_NATS} nats, and returns; steps with less than "
-        "half of the usual labels do not count",
+        f"deviations (of these lines and of the whole log), {SPIKE_NATS} nats and what three wrong labels can add, and "
+        "returns; steps with less than half of the usual labels do not count",
         check_spikes,
     ),
     Rule(
