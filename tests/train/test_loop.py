@@ -33,8 +33,8 @@ from firth.models.attention import Attention
 from firth.models.config import SentencePairHead, SpanBoundaryHead
 from firth.models.presets import bert, ib_bert, mobilebert
 from firth.objectives import MLM, Batch, CLMThenMLM, CounterRNG
-from firth.text import Corpus
-from firth.tokens import ShardSet, load_tokenizer, open_shards, prepare
+from firth.text import Corpus, Document
+from firth.tokens import ShardSet, load_tokenizer, open_shards, prepare, train_tokenizer
 from firth.train import (
     ComputeConfig,
     Interrupted,
@@ -57,7 +57,7 @@ from firth.train.dataloader import (
 from firth.train.distributed import DistContext
 from firth.train.loop import SpeedMeter, prefetch_batches
 from firth.train.optim import learning_rate_at
-from firth.train.pretrain import build_pretrain_model, make_held_out_loss_fn
+from firth.train.pretrain import build_pretrain_model, choose_eval_rows, make_held_out_loss_fn
 from firth.train.recipe import EngineConfig
 from firth.train.step import dropout_seed, train_step
 from firth.train.step_runner import StepRunner
@@ -269,7 +269,7 @@ def test_eval_loss_is_the_mean_over_all_targets(recipe_of: Recipes, shards_of: M
     assert rows.num_rows > 3, "more than one batch, or the test shows nothing"
     found = make_held_out_loss_fn(recipe, rows, shards.tokenizer, CPU)(model)["eval_loss"]
 
-    index = np.arange(min(7, rows.num_rows))
+    index = choose_eval_rows(recipe, rows)
     batch = recipe.objective(rows.get_rows(index), CounterRNG(recipe.seed, index), shards.tokenizer.vocab).to(
         CPU.device
     )
@@ -278,6 +278,24 @@ def test_eval_loss_is_the_mean_over_all_targets(recipe_of: Recipes, shards_of: M
     labels = batch.labels.flatten()
     by_hand = [-logits[i].log_softmax(-1)[k].item() for i, k in enumerate(labels.tolist()) if k != -100]
     assert found == pytest.approx(np.mean(by_hand), rel=1e-5)
+
+
+def test_evaluations_read_rows_from_all_of_the_held_out_text(recipe_of: Recipes, tmp_path: Path) -> None:
+    """Two files of one word each: the first rows would all be of one of them. Every seed reads the same rows."""
+    words = [Document(" ".join([word] * (20 + i % 50)), "") for word in ("oak", "elm") for i in range(400)]
+    tokenizer = train_tokenizer((d.text for d in words), "wordpiece", 100)
+    prepare(words, tokenizer, tmp_path / "shards", held_out_share=0.5, dedup="none")
+    shards, recipe = open_shards(tmp_path / "shards"), recipe_of("bert", eval_rows=40)
+    rows = make_row_dataset(recipe, shards, held_out=True)
+    index = choose_eval_rows(recipe, rows)
+    assert len({*index.tolist()}) == 40 < rows.num_rows
+    counts = [(rows.get_rows(index).input_ids == tokenizer.encode(word)[0]).sum() for word in ("oak", "elm")]
+    assert 0.6 < counts[0] / counts[1] < 1.6
+    for other in (replace(recipe, seed=1), replace(recipe, per_device_train_batch_size=2)):
+        np.testing.assert_array_equal(choose_eval_rows(other, rows), index)
+    everything = replace(recipe, eval_rows=10**6)
+    np.testing.assert_array_equal(choose_eval_rows(everything, rows), np.arange(rows.num_rows))
+    np.testing.assert_array_equal(choose_eval_rows(replace(recipe, order="stream"), rows), np.arange(40))
 
 
 def test_evaluation_sampling_is_seeded(recipe_of: Recipes, shards_of: Make) -> None:
@@ -295,7 +313,7 @@ def test_evaluation_sampling_is_seeded(recipe_of: Recipes, shards_of: Make) -> N
 
     answers, tokens, num_targets, num_tokens = 0.0, 0.0, 0, 0
     for first in range(0, min(7, rows.num_rows), 3):
-        index = np.arange(first, min(first + 3, 7, rows.num_rows))
+        index = choose_eval_rows(recipe, rows)[first : first + 3]
         batch = recipe.objective(rows.get_rows(index), make_batch_rng(recipe, index), shards.tokenizer.vocab)
         torch.manual_seed(dropout_seed(recipe.seed, first, 0))
         with torch.no_grad():

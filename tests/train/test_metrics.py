@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 from zlib import crc32
 
-import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -24,7 +23,7 @@ from firth.text import Document
 from firth.tokens import MixConfig, MixedDataset, PackedDataset, ShardSet, open_shards, prepare
 from firth.train import ComputeConfig, Recipe, TrainingConfig, TrainingRun, pretrain, read_log
 from firth.train.dataloader import make_batch, make_row_dataset
-from firth.train.pretrain import build_pretrain_model, make_held_out_loss_fn
+from firth.train.pretrain import build_pretrain_model, choose_eval_rows, make_held_out_loss_fn
 from firth.train.ramp import ramp_stages, stage_at
 from firth.train.step import build_step_runner, train_step
 
@@ -177,7 +176,7 @@ def test_the_held_out_accuracy_by_hand(recipe_of: Recipes, shards_of: Callable[[
     recipe, shards = recipe_of("gpt2", per_device_train_batch_size=3, eval_rows=4), shards_of("gpt2")
     model, rows = build_pretrain_model(recipe, shards.tokenizer), make_row_dataset(recipe, shards, held_out=True)
     found = make_held_out_loss_fn(recipe, rows, shards.tokenizer, CPU)(model)
-    batch = make_batch(recipe, rows, np.arange(4), shards.tokenizer.vocab).to(CPU.device)
+    batch = make_batch(recipe, rows, choose_eval_rows(recipe, rows), shards.tokenizer.vocab).to(CPU.device)
     with torch.no_grad():
         logits, used = model.logits(batch), batch.labels != -100
     assert found["eval_lm_accuracy"] == pytest.approx((logits.argmax(-1) == batch.labels)[used].float().mean().item())
@@ -199,7 +198,8 @@ def test_every_source_of_a_mix_has_its_loss_and_its_unigram_entropy(
         name = source["source"]
         seed = (recipe.seed + crc32(name.encode())) % 2**63
         rows = make_row_dataset(replace(recipe, seed=seed, sources={}), shards[name], held_out=True)
-        batch = make_batch(recipe, rows, np.arange(min(3, rows.num_rows)), one.tokenizer.vocab).to(CPU.device)
+        index = choose_eval_rows(replace(recipe, eval_rows=3), rows)
+        batch = make_batch(recipe, rows, index, one.tokenizer.vocab).to(CPU.device)
         with torch.no_grad():
             logits = model.eval().logits(batch)
         wanted = F.cross_entropy(logits.flatten(0, 1), batch.labels.flatten()).item()

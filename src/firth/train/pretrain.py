@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 import time
+import zlib
 from collections import Counter, defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -47,6 +48,7 @@ from firth.objectives import MLM, Batch
 from firth.objectives.registry import describe_objective
 from firth.tokens import MixedDataset, MixedShards, RowDataset, ShardSet, Tokenizer, reused_length
 from firth.tokens.mixing import SourceShare
+from firth.tokens.permutation import permute_indices
 from firth.train.batch_size import resolve_batch_size
 from firth.train.checkpoint import explain_disk_errors, last_checkpoint
 from firth.train.clock import RunClock
@@ -113,6 +115,7 @@ class Companions(NamedTuple):
 
 
 NO_COMPANIONS = Companions()
+EVAL_ROWS_SEED = zlib.crc32(b"held-out rows")
 GOLDEN_RATIO = 0.6180339887  # multiples of it, modulo 1, cover a run evenly from the first few on
 EVALS_PER_PRETRAINING = 10  # evaluations per run without --eval-steps
 SLOW_STEP_SECONDS = 0.5
@@ -503,18 +506,31 @@ def check_tokenizer_fit(recipe: Recipe, tokenizer: Tokenizer) -> None:
     recipe.objective.check(tokenizer.vocab, recipe.objective.source_length(recipe.max_seq_length))
 
 
+def choose_eval_rows(recipe: Recipe, dataset: RowDataset) -> np.ndarray:
+    """Return the indices of the held-out rows that every evaluation reads: at most `eval_rows`, sampled at random.
+
+    Held-out rows lie in the order of the text, full rows of long documents first: the first of them would all come from
+    the first file. The sample is the same for every seed, so that their losses can be compared. The rows of a stream
+    continue each other, and its streams begin all over the text: there the first rows are read.
+    """
+    count = min(dataset.num_rows, recipe.eval_rows)
+    if recipe.order == "stream":
+        return np.arange(count)
+    return np.sort(permute_indices(np.arange(count), dataset.num_rows, EVAL_ROWS_SEED))
+
+
 def make_held_out_loss_fn(
     recipe: Recipe, dataset: RowDataset, tokenizer: Tokenizer, compute: ComputeConfig
 ) -> Callable[[Model], dict[str, float]]:
-    """Return the function model -> mean loss on held-out documents, with the same noise every time.
+    """Return the function model -> mean loss on held-out documents, with the same rows and the same noise every time.
 
     Processes share the batches, except with `order=stream`, where each batch continues the previous one and every
     process reads all. Losses are summed in batch order, so the result equals that of one process.
     """
     recipe = replace(recipe, teacher="")  # the masks of every other model, so that losses can be compared
-    size, last = recipe.per_device_train_batch_size, min(dataset.num_rows, recipe.eval_rows)
+    size, eval_rows = recipe.per_device_train_batch_size, choose_eval_rows(recipe, dataset)
     dist_context = compute.dist_context if recipe.order == "packed" else SINGLE_PROCESS
-    starts = range(0, last, size)
+    starts = range(0, len(eval_rows), size)
     halvings = 0
 
     def batch_losses(model: Model, batch: Batch) -> dict[str, torch.Tensor]:
@@ -549,8 +565,7 @@ def make_held_out_loss_fn(
             # A process without a batch of its own repeats the last: collectives inside the model need all processes.
             index = min(first_index + dist_context.rank, len(starts) - 1)
             first = starts[index]
-            row_indices = np.arange(first, min(first + size, last))
-            batch = make_batch(recipe, dataset, row_indices, tokenizer.vocab, progress=1.0)
+            batch = make_batch(recipe, dataset, eval_rows[first : first + size], tokenizer.vocab, progress=1.0)
             torch.manual_seed(dropout_seed(recipe.seed, first, 0))  # for models that sample tokens (ELECTRA)
             with compute.autocast(), with_recurrent_state(model, batch, left.pop() if left else {}, 0, left):
                 parts = batch_losses(model, batch)
