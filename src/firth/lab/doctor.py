@@ -37,6 +37,7 @@ from firth.tasks.recipe import FinetuneRecipe
 from firth.text import Example
 from firth.tokens import MixedShards, PackedDataset, Shards, ShardSet, load_tokenizer
 from firth.tokens.checkup import make_excerpt
+from firth.tokens.permutation import permute_indices
 from firth.train import Recipe, load_recipe, read_log
 from firth.train.dataloader import (
     make_batch_rng,
@@ -274,8 +275,8 @@ def ngram_losses(shards: ShardSet) -> tuple[float | None, float | None]:
         predictable = predictable_tokens(vocab)
     except UserError:
         return None, None
-    ids, starts = concat_first_documents(shards.train, vocab, NGRAM_TRAIN_TOKENS)
-    held_out, is_start = concat_first_documents(shards.held_out or shards.train, vocab, NGRAM_EVAL_TOKENS)
+    ids, starts = concat_sampled_documents(shards.train, vocab, NGRAM_TRAIN_TOKENS)
+    held_out, is_start = concat_sampled_documents(shards.held_out or shards.train, vocab, NGRAM_EVAL_TOKENS)
     is_predicted = ~is_start[1:]
     models = (count_ngrams(ids, starts, vocab.size, predictable, order) for order in (2, 3))
     with np.errstate(divide="ignore"):  # start tokens have no probability
@@ -283,16 +284,19 @@ def ngram_losses(shards: ShardSet) -> tuple[float | None, float | None]:
     return bigram, trigram
 
 
-def concat_first_documents(shards: Shards, vocab: Any, num_tokens: int) -> tuple[np.ndarray, np.ndarray]:
-    """(T,) the first documents, each between start and end token, and (T,) whether a token is a start token."""
+def concat_sampled_documents(shards: Shards, vocab: Any, num_tokens: int) -> tuple[np.ndarray, np.ndarray]:
+    """(T,) documents from all over the text, each between start and end token, and (T,) whether a token is a start token.
+
+    The held-out loss that they are compared with is that of a sample of all rows, too.
+    """
     first, end = boundary_tokens(vocab)
-    last = max(int(np.searchsorted(shards.offsets, num_tokens, side="right")) - 1, 1)
-    parts = [
-        np.asarray(shards.tokens[a:b]) for a, b in zip(shards.offsets[:last], shards.offsets[1 : last + 1], strict=True)
-    ]
-    ids = np.concatenate([np.concatenate([[first], part[:num_tokens], [end]]) for part in parts]).astype(np.int64)
+    order_D = permute_indices(np.arange(shards.num_documents), shards.num_documents, 0)
+    total_D = np.cumsum(np.diff(shards.offsets)[order_D])
+    chosen = np.sort(order_D[: max(int(np.searchsorted(total_D, num_tokens, side="right")), 1)])
+    parts = [np.asarray(shards.tokens[shards.offsets[d] : shards.offsets[d + 1]])[:num_tokens] for d in chosen]
+    ids = np.concatenate([np.concatenate([[first], part, [end]]) for part in parts]).astype(np.int64)
     starts = np.zeros(len(ids), bool)
-    starts[np.cumsum([0, *(min(len(part), num_tokens) + 2 for part in parts[:-1])])] = True
+    starts[np.cumsum([0, *(len(part) + 2 for part in parts[:-1])])] = True
     return ids, starts
 
 
