@@ -461,7 +461,10 @@ def test_an_electra_and_its_generator(tmp_path: Path) -> None:
     assert all(torch.equal(p, again.state_dict()[n]) for n, p in ours.state_dict().items())
 
     theirs.save_pretrained(tmp_path / "theirs")
-    assert load_model(tmp_path / "theirs").config.head == DiscriminatorHead()
+    discriminator = load_model(tmp_path / "theirs").eval()
+    assert discriminator.config.head == DiscriminatorHead()
+    labels = torch.arange(given["input_ids"].numel()).view_as(given["input_ids"]) % 2
+    assert_close(discriminator(**given, labels=labels).loss, theirs(**given, labels=labels).loss, **CLOSE)
     on = make_model(config)
     load_weights(on, read_tensors(tmp_path / "theirs"), "theirs")
     mine, other = on.state_dict(), ours.state_dict()

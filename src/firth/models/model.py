@@ -230,7 +230,10 @@ class Model(nn.Module):
             )
         if isinstance(self.head, DiscriminatorHeadModule):
             logits = self.head(x)
-            return logits, None if labels is None else F.binary_cross_entropy_with_logits(logits, labels.float())
+            if labels is None:
+                return logits, None
+            num_tokens = labels.numel() if document_ids is None else (document_ids >= 0).sum()
+            return logits, discriminator_loss(logits, labels, document_ids) / num_tokens
         logits = self.head(x, self.embed.tokens.weight)
         if labels is None:
             return logits, None
