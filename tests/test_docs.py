@@ -15,6 +15,8 @@ import typer
 
 import firth
 from firth.cli.main import app
+from firth.objectives import OBJECTIVES
+from firth.tokens import TOKENIZER_KINDS
 
 ROOT = Path(__file__).parents[1]
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "SECURITY.md", *sorted((ROOT / "docs").glob("*.md"))]
@@ -182,6 +184,14 @@ def test_go_installs_what_the_commands_of_the_readme_need() -> None:
 def test_the_index_leads_to_every_page() -> None:
     linked = {target.partition("#")[0] for target in LINK.findall(text_of(ROOT / "docs" / "README.md"))}
     assert {page.name for page in PAGES if page.parent.name == "docs"} - {"README.md"} <= linked
+
+
+def test_the_readme_counts_what_there_is() -> None:
+    readme, objectives = text_of(ROOT / "README.md"), text_of(ROOT / "docs" / "objectives.md")
+    assert f"| {len(OBJECTIVES)} objectives from" in readme
+    assert f" {len(TOKENIZER_KINDS)} kinds of tokenizers" in readme
+    rows = re.findall(r"^\| `([a-z-]+)` \| (?:encoder|decoder|ULMFiT)", objectives, re.MULTILINE)
+    assert set(rows) == set(OBJECTIVES)
 
 
 def test_the_api_page_has_every_function() -> None:

@@ -285,7 +285,7 @@ def ngram_losses(shards: ShardSet) -> tuple[float | None, float | None]:
 
 
 def concat_sampled_documents(shards: Shards, vocab: Any, num_tokens: int) -> tuple[np.ndarray, np.ndarray]:
-    """(T,) documents from all over the text, each between start and end token, and (T,) whether a token is a start token.
+    """(T,) documents from all over the text, between start and end tokens, and (T,) whether a token is a start token.
 
     The held-out loss that they are compared with is that of a sample of all rows, too.
     """
