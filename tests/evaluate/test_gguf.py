@@ -26,6 +26,7 @@ from firth.models.config import LearnedPosition, LMHead, RopeScaling, Rotary, Sl
 from firth.models.task_heads import head_for_task
 from firth.tasks.chat import ChatTemplate, add_chat_template
 from firth.tokens import Tokenizer, train_tokenizer
+from firth.tokens.extend import extend_tokenizer, propose_tokens
 
 gguf = pytest.importorskip("gguf")
 
@@ -224,6 +225,21 @@ def test_tokenizers_without_a_model_are_refused(corpus_file: Path, tmp_path: Pat
     assert not (tmp_path / "gguf").exists()
     with pytest.raises(UserError, match="--dtype is for --format gguf"):
         api.export(tmp_path / "saved", tmp_path / "gguf", format="onnx", dtype="f16")
+
+
+def test_words_added_to_byte_bpe_need_a_pattern_whose_words_are_looked_up(own_tokenizers: dict[str, Tokenizer]) -> None:
+    """llama.cpp looks whole words up with Llama 3's expression, not with GPT-2's: new words would be split again."""
+    words = ["Kitabu vitabu kitabuni watoto wanasoma maktaba."] * 20
+    for name, pre in (("llama3", "llama-bpe"), ("byte-bpe", None)):
+        old = own_tokenizers[name]
+        extended = extend_tokenizer(old, propose_tokens(old, words, max_new=5))
+        assert json.loads(extended.backend.to_str())["model"]["ignore_merges"] is True
+        config = p.llama(1, 32, 2, 48, extended.vocab.size)
+        if pre is not None:
+            assert make_gguf_tokenizer(extended, config).metadata["tokenizer.ggml.pre"] == pre
+            continue
+        with pytest.raises(UserError, match="would split the words that were added"):
+            make_gguf_tokenizer(extended, config)
 
 
 def test_settings_of_other_peoples_tokenizers(tokenizers: dict[str, Tokenizer]) -> None:

@@ -6,7 +6,7 @@ vocabulary: a byte-level BPE of your own with GPT-2's expression is `gpt2` with 
 
 | Firth | llama.cpp | differences |
 | --- | --- | --- |
-| byte-bpe | gpt2 | none; normal forms are not applied |
+| byte-bpe | gpt2 | none; normal forms are not applied; refused: words that were added to the pattern gpt2 |
 | wordpiece | bert | a word of more than 100 characters is not [UNK] |
 | unigram | t5 | a text that begins with a space gets one more; no byte fallback: unknown characters are <unk> |
 | bpe, char, word | | refused: no model of llama.cpp splits words in this way |
@@ -24,6 +24,7 @@ from firth.models import ModelConfig, make_sequence_template
 from firth.tasks.chat import CHAT_TEMPLATE_KEY, get_chat_template
 from firth.tokens import Tokenizer
 from firth.tokens.builders import METASPACE, SPLIT_PATTERNS
+from firth.tokens.extend import merges_make_all_tokens
 
 NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = 1, 2, 3, 4, 5, 6  # tokenizer.ggml.token_type
 MODELS = {"byte-bpe": "gpt2", "wordpiece": "bert", "unigram": "t5"}
@@ -50,7 +51,7 @@ def make_gguf_tokenizer(tokenizer: Tokenizer, config: ModelConfig) -> GGUFTokeni
     entries: dict[str, Any] = {"model": MODELS[tokenizer.kind], "pre": "default"}
     notes = normalizer_notes(tokenizer.kind, state["normalizer"])
     if tokenizer.kind == "byte-bpe":
-        entries["pre"] = pre_tokenizer_name(state)
+        entries["pre"] = pre_tokenizer_name(tokenizer, state)
         merges = state["model"]["merges"]
         entries["merges"] = [merge if isinstance(merge, str) else " ".join(merge) for merge in merges]
     elif tokenizer.kind == "wordpiece":
@@ -100,8 +101,12 @@ def list_pieces(tokenizer: Tokenizer, state: Mapping[str, Any], size: int) -> li
     return pieces
 
 
-def pre_tokenizer_name(state: Mapping[str, Any]) -> str:
-    """Return llama.cpp's name of a byte-level pre-tokenizer with our regular expression."""
+def pre_tokenizer_name(tokenizer: Tokenizer, state: Mapping[str, Any]) -> str:
+    """Return llama.cpp's name of a byte-level pre-tokenizer with our regular expression.
+
+    The name also says whether whole words are looked up before merges (`ignore_merges`), which words that were added to
+    a tokenizer need.
+    """
     steps = state["pre_tokenizer"]
     steps = steps["pretokenizers"] if steps["type"] == "Sequence" else [steps]
     patterns = (
@@ -110,14 +115,20 @@ def pre_tokenizer_name(state: Mapping[str, Any]) -> str:
     patterns += [step["pattern"].get("Regex") for step in steps if step["type"] == "Split"]
     if any(step.get("add_prefix_space") for step in steps):
         raise UserError("llama.cpp has no byte-level BPE that adds a space before the text (add_prefix_space).")
-    merges_last = "llama-bpe" if state["model"].get("ignore_merges") else "dbrx"
-    names = {SPLIT_PATTERNS["gpt2"]: "gpt-2", SPLIT_PATTERNS["llama3"]: merges_last}
+    looks_up_words = bool(state["model"].get("ignore_merges"))
+    names = {SPLIT_PATTERNS["gpt2"]: "gpt-2", SPLIT_PATTERNS["llama3"]: "llama-bpe" if looks_up_words else "dbrx"}
     if len(patterns) != 1 or patterns[0] not in names:
         known = ", ".join(SPLIT_PATTERNS)
         raise UserError(
             f"llama.cpp has no name for the regular expression of this tokenizer. Known: {known} (--pattern)."
         )
-    return names[patterns[0]]
+    name = names[patterns[0]]
+    if name == "gpt-2" and looks_up_words and not merges_make_all_tokens(tokenizer):
+        raise UserError(
+            "llama.cpp looks up whole words before it merges (ignore_merges) with the pattern llama3 alone, so that it "
+            "would split the words that were added to this tokenizer of the pattern gpt2. Export with --format onnx."
+        )
+    return name
 
 
 def as_phantom_space(text: str, kind: int) -> str:

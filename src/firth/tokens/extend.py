@@ -294,9 +294,15 @@ def can_look_up_words(tokenizer: Tokenizer) -> bool:
         return False
     if not is_byte_level(state) or state["pre_tokenizer"] is None:
         return False
-    if model["ignore_merges"]:
-        return True
-    added, tokenize = added_contents(state), tokenizer.backend.model.tokenize
+    return model["ignore_merges"] or merges_make_all_tokens(tokenizer)
+
+
+def merges_make_all_tokens(tokenizer: Tokenizer) -> bool:
+    """Whether merges alone join each token of BPE: then a lookup of whole words (`ignore_merges`) changes nothing."""
+    state = json.loads(tokenizer.backend.to_str())
+    model, added = state["model"], added_contents(state)
+    model["ignore_merges"] = False
+    tokenize = Backend.from_str(json.dumps(state)).model.tokenize
     return all([p.id for p in tokenize(token)] == [i] for token, i in model["vocab"].items() if token not in added)
 
 
