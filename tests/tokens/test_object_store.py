@@ -1,11 +1,13 @@
-"""Text and shards on object storage: moto's server stands in for S3."""
+"""Text and shards on object storage: servers in this process stand in for S3 and for Google's."""
 
 from __future__ import annotations
 
 import json
+import socket
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
@@ -24,28 +26,61 @@ pytestmark = pytest.mark.slow
 TEXTS = make_texts(120)
 
 
-@pytest.fixture(scope="module")
-def bucket() -> Iterator[Any]:
-    """The file system of an S3 with one bucket, in this process."""
-    pytest.importorskip("s3fs")
+class Bucket(NamedTuple):
+    """A bucket, and the file system of fsspec that it is in."""
+
+    url: str
+    filesystem: Any
+
+
+@contextmanager
+def s3_server() -> Iterator[dict[str, str]]:
+    """Run moto's S3 in this process; yield the environment of its clients."""
     server = pytest.importorskip("moto.server").ThreadedMotoServer(port=0)
     server.start()
     host, port = server.get_host_and_port()
-    settings = {
+    yield {
         "AWS_ENDPOINT_URL": f"http://{host}:{port}",
         "AWS_ACCESS_KEY_ID": "test",
         "AWS_SECRET_ACCESS_KEY": "test",
         "AWS_DEFAULT_REGION": "us-east-1",
     }
-    with pytest.MonkeyPatch.context() as patch:
-        for name, value in settings.items():
-            patch.setenv(name, value)
-        import s3fs
-
-        filesystem = s3fs.S3FileSystem()
-        filesystem.mkdir("bucket")
-        yield filesystem
     server.stop()
+
+
+@contextmanager
+def gcs_server() -> Iterator[dict[str, str]]:
+    """Run an emulator of Google's storage in this process; yield the environment of its clients."""
+    library = pytest.importorskip("gcp_storage_emulator.server", reason="pip install gcsfs gcp-storage-emulator")
+    with socket.socket() as free:
+        free.bind(("localhost", 0))
+        port = free.getsockname()[1]
+    server = library.create_server("localhost", port, in_memory=True)
+    server.start()
+    yield {
+        "STORAGE_EMULATOR_HOST": f"http://localhost:{port}",
+        "GCSFS_EXPERIMENTAL_ZB_HNS_SUPPORT": "false",  # asks for the kind of a bucket over gRPC, with TLS
+        "FSSPEC_GCS_TOKEN": "anon",
+    }
+    server.stop()
+
+
+SERVERS = {"s3": (s3_server, "s3fs"), "gs": (gcs_server, "gcsfs")}
+
+
+@pytest.fixture(scope="module", params=SERVERS)
+def bucket(request: pytest.FixtureRequest) -> Iterator[Bucket]:
+    serve, library = SERVERS[request.param]
+    with serve() as environment, pytest.MonkeyPatch.context() as patch:
+        for name, value in environment.items():
+            patch.setenv(name, value)
+        pytest.importorskip(library)
+        import fsspec
+
+        fsspec.config.set_conf_env(fsspec.config.conf)
+        filesystem = fsspec.filesystem(request.param)
+        filesystem.mkdir("bucket")
+        yield Bucket(f"{request.param}://bucket", filesystem)
 
 
 @pytest.fixture(scope="module")
@@ -54,20 +89,20 @@ def tokenizer() -> Tokenizer:
 
 
 @pytest.fixture
-def text(bucket: Any, tmp_path: Path) -> list[Path]:
+def text(bucket: Bucket, tmp_path: Path) -> list[Path]:
     """The same files here and in the bucket."""
     (tmp_path / "text").mkdir()
     files = [tmp_path / "text" / "a.jsonl", tmp_path / "text" / "b.csv"]
     files[0].write_text("".join(json.dumps({"text": line}) + "\n" for line in TEXTS[:100]))
     files[1].write_text("text\n" + "\n".join(TEXTS[100:]) + "\n")
     for file in files:
-        bucket.put_file(str(file), f"bucket/text/{file.name}")
-    bucket.pipe_file("bucket/text/notes.bin", b"\0")
+        bucket.filesystem.put_file(str(file), f"bucket/text/{file.name}")
+    bucket.filesystem.pipe_file("bucket/text/notes.bin", b"\0")
     return files
 
 
-def test_a_commit_in_a_bucket(bucket: Any) -> None:
-    store = open_store("s3://bucket/work")
+def test_a_commit_in_a_bucket(bucket: Bucket) -> None:
+    store = open_store(f"{bucket.url}/work")
     assert isinstance(store, ObjectStore)
     assert find_commit(store, "read-1") is None
     entry = commit(store, "read-1", {"a": np.arange(6), "none": np.zeros(0)}, documents=6)
@@ -81,7 +116,7 @@ def test_a_commit_in_a_bucket(bucket: Any) -> None:
 
 @pytest.mark.parametrize("dies_after", [None, 9])
 def test_the_same_bytes_from_bucket_to_bucket(
-    bucket: Any,
+    bucket: Bucket,
     text: list[Path],
     tokenizer: Tokenizer,
     tmp_path: Path,
@@ -93,20 +128,21 @@ def test_the_same_bytes_from_bucket_to_bucket(
     monkeypatch.chdir(tmp_path)
     prepare_alone(Corpus(text), tokenizer, tmp_path / "one", 0.2, dedup="near")
     options: dict[str, Any] = {"held_out_share": 0.2, "dedup": "near", "document_timeout": 0}
-    urls = ["s3://bucket/text"] if dies_after else [f"s3://bucket/text/{file.name}" for file in text]
+    urls = [f"{bucket.url}/text"] if dies_after else [f"{bucket.url}/text/{file.name}" for file in text]
+    shards = f"{bucket.url}/shards"
     if dies_after:
         with pytest.raises(KeyboardInterrupt):
-            prepare_by_tasks(urls, tokenizer, "s3://bucket/shards", ShuffledEngine(0, dies_after), **options)
-    prepare_by_tasks(urls, tokenizer, "s3://bucket/shards", ShuffledEngine(1), resume=bool(dies_after), **options)
-    bucket.invalidate_cache()
-    bucket.get("bucket/shards/", str(tmp_path / "copy") + "/", recursive=True)
+            prepare_by_tasks(urls, tokenizer, shards, ShuffledEngine(0, dies_after), **options)
+    prepare_by_tasks(urls, tokenizer, shards, ShuffledEngine(1), resume=bool(dies_after), **options)
+    bucket.filesystem.invalidate_cache()
+    bucket.filesystem.get("bucket/shards/", str(tmp_path / "copy") + "/", recursive=True)
     assert contents(tmp_path / "copy") == contents(tmp_path / "one")
-    assert not bucket.exists("bucket/.shards.tasks"), "the work folder is gone"
+    assert not bucket.filesystem.exists("bucket/.shards.tasks"), "the work folder is gone"
     open_shards(tmp_path / "copy")
 
 
-def test_what_is_not_there(bucket: Any, tokenizer: Tokenizer, tmp_path: Path) -> None:
-    with pytest.raises(UserError, match="s3://bucket/nothing: nothing to read"):
-        prepare_by_tasks(["s3://bucket/nothing"], tokenizer, tmp_path / "s", ShuffledEngine(0), 0.1)
+def test_what_is_not_there(bucket: Bucket, tokenizer: Tokenizer, tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=f"{bucket.url}/nothing: nothing to read"):
+        prepare_by_tasks([f"{bucket.url}/nothing"], tokenizer, tmp_path / "s", ShuffledEngine(0), 0.1)
     with pytest.raises(UserError, match="Protocol not known: nostore"):
         prepare_by_tasks(["nostore://bucket"], tokenizer, tmp_path / "s", ShuffledEngine(0), 0.1)
