@@ -199,3 +199,68 @@ def test_lora_and_the_template_are_saved(checkpoint_of: Any, tmp_path: Path) -> 
     assert all("self_attn" in name for name in changed), "LoRA trains the attention matrices alone"
     assert (tmp_path / "run" / "adapter").is_dir()
     assert parts("llama")[1].config.get("chat_template") is None
+
+
+# Like Vicuna's: the prompt of an answer ends with a space, which the tokenizer joins with the answer's first word.
+SPACED = """{%- for m in messages %}
+    {%- if m.role == 'assistant' %}{{- 'the ' }}[A]{{- m.content + eos_token }}[Z]
+    {%- else %}{{- m.content + ' ' }}{%- endif %}
+{%- endfor %}
+{%- if add_generation_prompt %}{{- 'the ' }}{%- endif %}"""
+
+
+def test_a_token_of_prompt_and_answer_is_learned_as_in_transformers(tmp_path: Path) -> None:
+    from transformers import AutoTokenizer
+
+    stock, mark = (with_chat(marked(SPACED, marks)) for marks in (False, True))
+    talk = dialogue((("user", "a dog"), ("assistant", "small")), 4)
+    eos = stock.special_tokens["eos"]
+    mark.save(tmp_path)
+    messages = [{"role": role, "content": text} for role, text in (("user", "a dog"), ("assistant", "small"))]
+    theirs = AutoTokenizer.from_pretrained(tmp_path).apply_chat_template(
+        messages, return_dict=True, return_assistant_tokens_mask=True
+    )
+    positions = [i - 1 for i, is_answer in enumerate(theirs["assistant_masks"]) if is_answer]
+    for tokenizer in (stock, mark):
+        task, _ = made("llama", [talk], tokenizer, max_seq_length=64)
+        (item,) = encode_file(task, [talk], "chats.jsonl")
+        assert task.notices[0].startswith("1 answer begins inside of a token that the prompt begins (chats.jsonl: exam")
+        assert learned(task, talk) == f" small{eos}"
+        assert list(item.parts[0].target_positions) == positions
+        assert item.parts[0].ids == theirs["input_ids"]
+
+
+def test_an_end_of_text_behind_the_whole_dialogue_is_no_change_of_an_answer() -> None:
+    """Phi 3 writes it where no prompt follows: behind an answer that is rendered as the last one alone."""
+    phi = QWEN[: QWEN.rindex("{%- endif %}")] + "{%- else %}{{- eos_token }}{%- endif %}"
+    tokenizer = with_chat(marked(phi, False), "<|im_start|>", "<|im_end|>")
+    task, _ = made("llama", [dialogue()], tokenizer, max_seq_length=200)
+    eos = tokenizer.special_tokens["eos"]
+    assert learned(task, dialogue(TALK[:-1])) == f"near the river<|im_end|>near the fox<|im_end|>\n{eos}"
+    assert not task.notices
+
+
+def test_generation_stops_at_the_end_token_of_the_template(checkpoint_of: Any, tmp_path: Path) -> None:
+    """Of a base model, whose own end of text is another token."""
+    from transformers import AutoModelForCausalLM
+
+    from firth.models import get_eos_token_ids, grow_vocabulary, load_model
+
+    template, names, end = TEMPLATES["qwen"]
+    model = load_model(checkpoint_of("llama"))
+    assert model.tokenizer is not None
+    model.tokenizer = model.tokenizer.with_special_tokens(names)
+    model.tokenizer.config["chat_template"] = marked(template, False)
+    grow_vocabulary(model, model.tokenizer.vocab.size)
+    model.save(tmp_path / "base")
+    file = tmp_path / "chats.jsonl"
+    rows = [{"messages": [message("user", f"I saw the {a}"), message("assistant", "animal")]} for a in ("cat", "dog")]
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    fields: dict[str, Any] = {"task": "lm", "train": str(file), "dev": str(file), "seeds": 1, "max_steps": 2}
+    finetune(FinetuneRecipe(checkpoint=str(tmp_path / "base"), output_dir=str(tmp_path / "run"), **fields))
+    tuned = load_model(tmp_path / "run" / "final")
+    assert tuned.tokenizer is not None
+    wanted = [tuned.tokenizer.vocab.eos, tuned.tokenizer.backend.token_to_id(end)]
+    assert list(get_eos_token_ids(tuned, tuned.tokenizer.vocab)) == wanted
+    theirs = AutoModelForCausalLM.from_pretrained(tmp_path / "run" / "final")
+    assert theirs.generation_config.eos_token_id == wanted

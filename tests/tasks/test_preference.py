@@ -207,6 +207,20 @@ def test_kto_by_its_equation(examples: list[Example]) -> None:
     assert mean_loss(loss, task.collate(items)).item() == pytest.approx(torch.stack(values).mean().item(), abs=1e-5)
 
 
+def test_z_of_kto_takes_the_answer_of_another_prompt() -> None:
+    """The next row often has the other answer to the same prompt: its likelihood is no measure of the drift."""
+    first, second = LABELLED[0].texts, LABELLED[1].texts
+    rows = [(first, True, "near the river"), (first, False, "is"), (second, True, "red"), (second, False, "blue")]
+    examples = [Example(i, prompt, good, references=(text,)) for i, (prompt, good, text) in enumerate(rows)]
+    task, _ = made("kto", examples)
+    found = []
+    for item in task.encode(examples):
+        assert item.mismatched is not None
+        sequence = item.mismatched.sequence
+        found.append(task.tokenizer.decode([sequence.ids[t + 1] for t in sequence.target_positions]).strip())
+    assert found == ["red", "red", "near the river", "near the river"]
+
+
 GOOD_GOOD_BAD_BAD = [e._replace(target=good) for e, good in zip(LABELLED, (True, True, False, False), strict=True)]
 
 

@@ -124,7 +124,8 @@ class ChatTemplate:
         """Return the text of a dialogue up to its last answer, and the spans of its answers.
 
         A template may change an answer once later messages follow; some remove the reasoning of earlier answers. An
-        answer that is changed in this way has no span, unless the template marks it.
+        answer that is changed in this way has no span, unless the template marks it. What follows its end token may
+        differ.
         """
         last = max(i for i, (role, _) in enumerate(messages) if role == ASSISTANT_ROLE)
         text, marked = self.render_marked(messages[: last + 1], example_id=example_id)
@@ -136,8 +137,9 @@ class ChatTemplate:
         for i, content in contents.items():
             before = self.render(messages[:i], True, example_id)
             after = self.render(messages[: i + 1], example_id=example_id)
-            if after.startswith(before) and text.startswith(after):
-                spans.append(self.make_span(text, content, len(before), len(after)))
+            end = len(after) if text.startswith(after) else self.shared_end(text, after, content, len(before))
+            if after.startswith(before) and end is not None:
+                spans.append(self.make_span(text, content, len(before), end))
         if not (after.startswith(before) and text == after):
             raise UserError(
                 f"Example {shorten(example_id)}: the chat template of this checkpoint is not prefix-preserving: with "
@@ -146,6 +148,24 @@ class ChatTemplate:
                 "{% endgeneration %} in chat_template of tokenizer_config.json, or change it."
             )
         return text, spans
+
+    def shared_end(self, text: str, after: str, content: str, start: int) -> int | None:
+        """Return where an answer ends in both texts, behind its end token; None if its content differs.
+
+        Some templates (Phi 3) write an end of text behind a dialogue, which is not there when messages follow.
+        """
+        ends = [match.end() for match in self.special_pattern.finditer(after, start)]
+        shared = max((end for end in ends if text.startswith(after[:end])), default=start)
+        return shared if content.strip() and content.strip() in after[start:shared] else None
+
+    def find_answer_end(self) -> int | None:
+        """Return the id of the special token that ends answers in this template; None if there is none."""
+        try:
+            text, (span,) = self.render_with_answers([("user", "A"), (ASSISTANT_ROLE, "B")])
+        except UserError:  # a template may want other messages
+            return None
+        match = self.special_pattern.search(text, span.content_span[1], span.end)
+        return None if match is None else self.tokenizer.backend.token_to_id(match.group())
 
     def make_span(self, text: str, content: str, start: int, end: int) -> AssistantSpan:
         """Return the span of an answer without the white space after its end token."""

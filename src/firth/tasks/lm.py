@@ -96,7 +96,7 @@ class LanguageModelingTask:
         self.answer_tokenizer = TruncatingTokenizer(tokenizer, config, answer_config.max_target_length)
         self.answer_config = answer_config
         self.file = ""  # whose examples are encoded, for messages
-        self.truncated, self.changed, self.lookalikes = list[Row](), list[Row](), list[Row]()
+        self.truncated, self.changed, self.lookalikes, self.joined = (list[Row]() for _ in range(4))
         if self.max_length < len(self.template.prefix_ids) + 2:
             raise UserError(f"max_seq_length={self.max_length} is too short for a text: choose a longer one.")
 
@@ -122,6 +122,13 @@ class LanguageModelingTask:
             notices.append(
                 f"{count} changed by the chat template once messages follow, and not learned: the template is not "
                 f"prefix-preserving ({list_rows(self.changed)})."
+            )
+        if self.joined:
+            count = format_count(len(self.joined), "answer begins", "answers begin")
+            notices.append(
+                f"{count} inside of a token that the prompt begins ({list_rows(self.joined)}): the token is learned, "
+                "but a prompt by itself ends with another one. Let the generation prompt of the chat template end "
+                "without a space, and answers begin with it."
             )
         return [*notices, *self.answer_tokenizer.truncation_notices("answer")]
 
@@ -190,12 +197,18 @@ class LanguageModelingTask:
     def encode_rendered(
         self, text: str, answer_spans: Sequence[AssistantSpan], encoding: Encoding, example_id: str | int
     ) -> EncodedDialogue:
-        """Map the answers' characters to target positions, and truncate on the left behind the prefix."""
+        """Map the answers' characters to target positions, and truncate on the left behind the prefix.
+
+        A token that holds the end of the prompt and the beginning of an answer, as " Yes" after "Answer: ", is a
+        target, as in the mask of `transformers`.
+        """
         starts, ends = np.array(encoding.offsets, np.int64).reshape(-1, 2).T
         is_target, is_content = np.zeros((2, len(starts)), bool)
         for span in answer_spans:
             begin, end = span.content_span
-            is_target |= (starts >= span.start) & (starts < span.end)
+            is_own = (np.maximum(ends, starts + 1) > span.start) & (starts < span.end)
+            self.joined += [(self.file, example_id)] * bool((starts[is_own] < span.start).any())
+            is_target |= is_own
             is_content |= (ends > begin) & (starts < end)
         ids, prefix = list(encoding.ids), list(self.template.prefix_ids)
         num_prefix = len(prefix) if ids[: len(prefix)] == prefix else 0

@@ -148,16 +148,21 @@ class PreferenceTask(LanguageModelingTask):
     ) -> list[EncodedPreference]:
         """Return the items of these examples with mismatched answers, where they lack them.
 
-        It is the answer of the next example in the file: a fixed choice, so that its reference is computed once.
+        It is the first answer of the next example in the file that has another prompt: a fixed choice, so that its
+        reference is computed once. Files often have a good and a bad answer to one prompt in adjacent rows.
         """
         if all(item.mismatched is not None for item in items):
             return list(items)
-        others = [examples[(i + 1) % len(examples)].references[0] for i in range(len(examples))]
-        num_truncated = len(self.truncated)
+        num_noted = len(self.truncated), len(self.joined)
         sequences = list(
-            self.encode_answers([(e.id, self.parse_prompt(e), text) for e, text in zip(examples, others, strict=True)])
+            self.encode_answers(
+                [
+                    (e.id, self.parse_prompt(e), examples[other].references[0])
+                    for e, other in zip(examples, other_prompts(examples), strict=True)
+                ]
+            )
         )
-        del self.truncated[num_truncated:]  # notices are about the examples' own answers
+        del self.truncated[num_noted[0] :], self.joined[num_noted[1] :]  # notices are about the examples' own answers
         return [
             replace(item, mismatched=EncodedAnswer(sequence, GOOD))
             for item, sequence in zip(items, sequences, strict=True)
@@ -270,6 +275,25 @@ class PreferenceTask(LanguageModelingTask):
 
     def score(self, examples: Sequence[Example], predictions: Sequence[Prediction]) -> dict[str, float]:
         return preference_scores([p.prediction for p in predictions])
+
+
+def other_prompts(examples: Sequence[Example]) -> list[int]:
+    """Return for each example the index of the next one with another prompt, around the end of the file.
+
+    It is the next one where all prompts are equal.
+
+    >>> other_prompts([Example(i, ("user", prompt)) for i, prompt in enumerate("aabca")])
+    [2, 2, 3, 4, 2]
+    """
+    n = len(examples)
+    found = [(i + 1) % n for i in range(n)]
+    if all(e.texts == examples[0].texts for e in examples):
+        return found
+    for i in reversed(range(2 * n)):  # twice, since the last examples look beyond the end
+        here, after = i % n, (i + 1) % n
+        if examples[here].texts == examples[after].texts:
+            found[here] = found[after]
+    return found
 
 
 def whole_sequence(sequence: DecoderExample) -> DecoderExample:

@@ -20,6 +20,7 @@ from firth.models import (
     ModelConfig,
     MultiTaskHead,
     TaskHead,
+    get_eos_token_ids,
     grow_vocabulary,
     load_model,
     make_model,
@@ -33,6 +34,7 @@ from firth.models.task_distill import TaskDistillation
 from firth.models.task_heads import MultiTaskHeadModule
 from firth.tasks.embed import EmbeddingTask, write_sentence_transformers_files
 from firth.tasks.finetune_job import FinetuneJob
+from firth.tasks.lm import LanguageModelingTask
 from firth.tasks.recipe import TASK_FILE, FinetuneRecipe
 from firth.tasks.task import Task
 from firth.tokens import load_tokenizer
@@ -56,14 +58,29 @@ def build_seed_model(job: FinetuneJob, seed: int) -> Model:
     if recipe.teacher:
         model.distillation = TaskDistillation(recipe.distill_alpha, recipe.distill_temperature)
     model.tokenizer = task.tokenizer
-    if model.eos_token_ids is not None and isinstance(model_config.head, LMHead):
-        eos_id = make_sequence_template(model_config, task.tokenizer.vocab).eos_id
-        model.eos_token_ids += () if eos_id in model.eos_token_ids else (eos_id,)
+    if isinstance(model_config.head, LMHead):
+        add_end_tokens(model, task)
     grow_vocabulary(model, max(config.vocab_size, task.tokenizer.vocab.size))
     if recipe.lora is not None:
         add_lora(model, model.config, recipe.lora)
         train_new_tokens(model, load_tokenizer(recipe.checkpoint).vocab.size, task.tokenizer.vocab.size)
     return model
+
+
+def add_end_tokens(model: Model, task: Task) -> None:
+    """Let generation stop at the end tokens that the task teaches: the model's own, and that of the chat template.
+
+    A base model often knows its end of text alone, and its template ends answers with <|im_end|> or <end_of_turn>.
+    """
+    vocab = task.tokenizer.vocab
+    taught: list[int | None] = []
+    if model.eos_token_ids is not None:
+        taught.append(make_sequence_template(model.config, vocab).eos_id)
+    if isinstance(task, LanguageModelingTask) and task.is_decoder and task.roles:
+        taught.append(task.chat_template.find_answer_end())
+    known = get_eos_token_ids(model, vocab)
+    if new := [token for token in taught if token is not None and token not in known]:
+        model.eos_token_ids = (*known, *new)
 
 
 def reset_head(model: Model) -> None:
