@@ -18,7 +18,7 @@ from firth.core.errors import UserError
 from firth.evaluate import evaluate
 from firth.tasks import FinetuneRecipe, Prediction, finetune, make_task
 from firth.tasks.chat import ChatTemplate
-from firth.text import Example
+from firth.text import Example, read_labelled
 from firth.tokens import Tokenizer, load_tokenizer
 
 TURNS = (("system", "big cat"), ("user", "the cat lives"), ("assistant", "near the river"), ("user", "and the dog"))
@@ -237,6 +237,20 @@ def test_from_a_file_to_scores(checkpoint_of: Any, tmp_path: Path) -> None:
     message = [{"role": "user", "content": "I saw the cat"}]
     text = AutoTokenizer.from_pretrained(final).apply_chat_template(message, tokenize=False, add_generation_prompt=True)
     assert text == "<|endoftext|><|user|> I saw the cat<|assistant|>"
+
+
+def test_a_prompt_may_be_messages(tmp_path: Path) -> None:
+    """As in TRL's conversational prompt-completion format; a text in brackets is a text."""
+    shared = [{"role": "system", "content": "big"}, {"role": "user", "content": "the cat"}]
+    rows = [
+        {"prompt": shared, "completion": [{"role": "assistant", "content": "is red"}]},
+        {"prompt": "[1, 2]", "completion": "[2, 1]"},
+    ]
+    file = tmp_path / "train.jsonl"
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    first, second = read_labelled(file, "lm")
+    assert first.texts == ("system", "big", "user", "the cat", "assistant", "is red")
+    assert second.texts == ("user", "[1, 2]", "assistant", "[2, 1]")
 
 
 def test_from_plain_text_to_scores(checkpoint_of: Any, tmp_path: Path) -> None:

@@ -392,6 +392,11 @@ def test_after_a_rewind_kto_estimates_z_from_the_examples_of_the_step(
             {"prompt": "a", "chosen": [{"role": "user", "content": "x"}], "rejected": "c"},
             "must end with one of the assistant",
         ),
+        ({"prompt": [{"role": "system", "content": "x"}], "chosen": "b", "rejected": "c"}, "no message of the user"),
+        (
+            {name: [{"role": "assistant", "content": name}] for name in ("chosen", "rejected")},
+            "column 'chosen' has no message of the user before the answer",
+        ),
     ],
 )
 def test_bad_rows_are_named(row: dict[str, Any], message: str, tmp_path: Path) -> None:
@@ -399,6 +404,13 @@ def test_bad_rows_are_named(row: dict[str, Any], message: str, tmp_path: Path) -
     with pytest.raises(UserError, match=message) as e:
         read_labelled(file, "preference")
     assert "pairs.jsonl:2" in str(e.value)
+
+
+def test_a_text_in_brackets_is_a_text(tmp_path: Path) -> None:
+    """An answer of code is no list of messages."""
+    row = {"prompt": "[1, 2]", "chosen": "[2, 1]", "rejected": "[]"}
+    (example,) = read_labelled(write_rows(tmp_path / "pairs.jsonl", [row]), "preference")
+    assert (example.texts, example.references) == (("user", "[1, 2]"), ("[2, 1]", "[]"))
 
 
 @pytest.mark.parametrize("name", ["preference", "reward"])
@@ -412,6 +424,10 @@ def test_answers_that_the_template_makes_equal_are_refused(name: str) -> None:
         task.encode([pair])
     own = make_task(name, [pair], tokenizer, config, FinetuneRecipe(task=name, max_seq_length=64))
     assert len(own.encode([pair])) == 1, "the template that Firth adds keeps white space"
+    long = Example(8, ("user", "the cat"), references=("red" + " is" * 20, "blue" + " is" * 20))
+    short = make_task(name, [long], tokenizer, config, FinetuneRecipe(task=name, max_seq_length=16))
+    with pytest.raises(UserError, match=r"Example 8: the last 16 tokens .* are equal, .*raise --max-seq-length"):
+        short.encode([long])
 
 
 def test_messages_in_both_answers_are_read(tmp_path: Path) -> None:

@@ -140,7 +140,7 @@ class PreferenceTask(LanguageModelingTask):
             for of_example in sides
         ]
         for e, item in zip(examples, items, strict=True):
-            check_answers_differ([answer.sequence.ids for answer in item.answers], e.id)
+            check_answers_differ([answer.sequence.ids for answer in item.answers], e.id, self.max_length)
         return self.with_mismatched(items, examples) if self.preference.loss == SINGLE_ANSWER_LOSS else items
 
     def with_mismatched(
@@ -351,13 +351,19 @@ def choose_preference_loss(examples: Sequence[Example]) -> LossName:
     return SINGLE_ANSWER_LOSS if any(len(e.references) == 1 for e in examples) else DEFAULT_LOSS
 
 
-def check_answers_differ(answers: Sequence[TokenIds], example_id: str | int) -> None:
+def check_answers_differ(answers: Sequence[TokenIds], example_id: str | int, max_length: int) -> None:
     """Refuse a pair of equal token ids: many templates trim their messages, so that "yes" and "yes " are the same."""
-    if len(answers) == 2 and list(answers[0]) == list(answers[1]):
+    if len(answers) != 2 or list(answers[0]) != list(answers[1]):
+        return
+    if len(answers[0]) >= max_length:
         raise UserError(
-            f"Example {shorten(example_id)}: the chosen and the rejected answer are the same tokens in the "
-            "checkpoint's chat template: there is nothing to prefer. Delete the line."
+            f"Example {shorten(example_id)}: the last {max_length:,} tokens of the chosen and the rejected answer are "
+            "equal, and what is before them is cut off: raise --max-seq-length."
         )
+    raise UserError(
+        f"Example {shorten(example_id)}: the chosen and the rejected answer are the same tokens in the checkpoint's "
+        "chat template: there is nothing to prefer. Delete the line."
+    )
 
 
 def answer_sides(example: Example) -> tuple[int, ...]:

@@ -110,7 +110,7 @@ class RewardTask(HeadTask):
         )
         items = [EncodedExample(tuple(next(sequences) for _ in e.references), e.target) for e in examples]
         for e, item in zip(examples, items, strict=True):
-            check_answers_differ([sequence.ids for sequence in item.sequences], e.id)
+            check_answers_differ([sequence.ids for sequence in item.sequences], e.id, self.template.max_length)
         return items
 
     def build_sequence(self, ids: list[int], example_id: str | int) -> EncodedSequence:

@@ -180,9 +180,19 @@ def parse_lm_row(row: LabelledRow) -> Example:
             )
         return row.make_example(tuple(part for message in messages for part in message))
     if form == "prompt":
-        answer = row.first_available_role("response", "completion")
-        return row.make_example(("user", row.text("prompt"), "assistant", row.text(answer)))
+        prompt = parse_prompt(row)
+        answer = parse_answer(row, row.first_available_role("response", "completion"), prompt)
+        return row.make_example((*prompt, "assistant", answer))
     return row.make_example(("text", row.text("text")))
+
+
+def holds_messages(row: LabelledRow, column: str) -> bool:
+    """Whether a column holds messages and no text; a text such as "[1, 2]" is none of them."""
+    value = row.value(column)
+    if isinstance(value, str):
+        parsed = parse_json_list(value)
+        return isinstance(parsed, list) and bool(parsed) and all(isinstance(item, dict) for item in parsed)
+    return isinstance(value, list)
 
 
 def parse_messages(row: LabelledRow, column: str = "messages") -> list[tuple[str, str]]:
@@ -245,7 +255,7 @@ def parse_answer_pair(row: LabelledRow, target: Any = None) -> Example:
 
 def parse_prompt(row: LabelledRow) -> tuple[str, ...]:
     """Return role, text, role, text ... of a prompt: a text of the user, or messages."""
-    if not isinstance(parse_json_list(row.value("prompt")), list):
+    if not holds_messages(row, "prompt"):
         return ("user", row.text("prompt"))
     return flatten_messages(row, "prompt", parse_messages(row, "prompt"))
 
@@ -254,12 +264,14 @@ def flatten_messages(row: LabelledRow, column: str, messages: list[tuple[str, st
     if messages and messages[-1][0] == "assistant":
         raise row.column_error(column, "ends with a message of the assistant, and the answer is to follow")
     check_role_order(row, column, messages)
+    if not any(role == "user" for role, _ in messages):
+        raise row.column_error(column, "has no message of the user before the answer")
     return tuple(part for message in messages for part in message)
 
 
 def shared_messages(row: LabelledRow) -> tuple[str, ...]:
     """Return the messages before the last one of `chosen`: a file without a column for the prompt."""
-    if not isinstance(parse_json_list(row.value("chosen")), list):
+    if not holds_messages(row, "chosen"):
         raise row.column_error(
             "chosen", "is a text, and there is no column 'prompt'. Name it with --columns prompt=NAME"
         )
@@ -268,7 +280,7 @@ def shared_messages(row: LabelledRow) -> tuple[str, ...]:
 
 def parse_answer(row: LabelledRow, role: str, prompt: tuple[str, ...]) -> str:
     """Return the text of an answer; of messages, that of the last one, which must follow the prompt's."""
-    if not isinstance(parse_json_list(row.value(role)), list):
+    if not holds_messages(row, role):
         return row.text(role)
     *before, (author, text) = parse_messages(row, role)
     if author != "assistant":
