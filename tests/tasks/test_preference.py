@@ -19,7 +19,7 @@ from tasks.test_resume import stop_in_seed
 
 from firth.core.errors import UserError
 from firth.evaluate.report import write_run_report
-from firth.models import Model, load_model
+from firth.models import Model, load_model, make_model
 from firth.tasks import FinetuneRecipe, finetune, make_task
 from firth.tasks.preference import (
     BAD,
@@ -354,6 +354,26 @@ def test_tuning_prefers_the_chosen_answers_and_resumes_exactly(
     ours, theirs = (load_model(tmp_path / name / "final") for name in ("run", "stopped"))
     for (name, p), q in zip(ours.named_parameters(), theirs.parameters(), strict=True):
         assert torch.equal(p, q), name
+
+
+@pytest.mark.parametrize("task", ["preference", "reward"])
+def test_answers_are_compared_without_the_dropout_of_the_checkpoint(task: str, tmp_path: Path) -> None:
+    """The first loss of a run is ln 2, and its figures are those on dev. The config keeps its dropout."""
+    config, tokenizer = parts("gpt2")
+    config = replace(config, dropout=0.5, attention_dropout=0.5, mlp=replace(config.mlp, dropout=0.5))
+    torch.manual_seed(0)
+    model = make_model(config)
+    model.tokenizer = tokenizer
+    model.save(tmp_path / "base")
+    recipe = small_recipe(tmp_path / "base", tmp_path, ROWS[:4], max_steps=2, learning_rate=1e-9)
+    finetune(replace(recipe, task=task))
+    log = [json.loads(line) for line in (tmp_path / "run" / "seed-0" / "log.jsonl").read_text().splitlines()]
+    dev = json.loads((tmp_path / "run" / "seed-0" / "results.json").read_text())["scores"]
+    assert log[0]["margin"] == pytest.approx(dev["margin"], abs=1e-5)
+    if task == "preference":
+        assert log[0]["loss"] == pytest.approx(math.log(2), abs=1e-5)
+    tuned = load_model(tmp_path / "run" / "final")
+    assert (tuned.config.dropout, tuned.config.attention_dropout, tuned.config.mlp_dropout) == (0.5, 0.5, 0.5)
 
 
 def test_after_a_rewind_kto_estimates_z_from_the_examples_of_the_step(

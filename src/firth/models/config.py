@@ -985,6 +985,16 @@ def inherit_dropout(head: TaskHead, config: ModelConfig) -> TaskHead:
     return replace(head, dropout=None) if same else head  # type: ignore[arg-type]
 
 
+def without_dropout(config: ModelConfig) -> ModelConfig:
+    """Return a config whose backbone has no dropout of any kind; a head that sets its own keeps it."""
+    mlp, recurrent = config.mlp, config.recurrent
+    if mlp.dropout is not None:
+        mlp = replace(mlp, dropout=0.0)
+    if isinstance(recurrent, AWDLSTMConfig):
+        recurrent = replace(recurrent, **{f.name: 0.0 for f in fields(recurrent) if f.name.endswith("_drop")})
+    return replace(config, dropout=0.0, attention_dropout=0.0, layer_drop=0.0, mlp=mlp, recurrent=recurrent)
+
+
 def lm_head_width(config: ModelConfig, spec: LMHead) -> int:
     """Return the width of the states that the vocabulary projection reads."""
     return spec.dim or (config.dim if spec.extends_embeddings or not spec.transform else config.embed_width)

@@ -28,6 +28,7 @@ from firth.models import (
     read_config,
     write_model,
 )
+from firth.models.config import without_dropout
 from firth.models.hf.adapter import write_adapter
 from firth.models.lora import add_lora, train_new_tokens
 from firth.models.task_distill import TaskDistillation
@@ -39,9 +40,15 @@ from firth.tasks.recipe import TASK_FILE, FinetuneRecipe
 from firth.tasks.task import Task
 from firth.tokens import load_tokenizer
 
+TASKS_WITHOUT_DROPOUT = ("preference", "reward")
+
 
 def build_seed_model(job: FinetuneJob, seed: int) -> Model:
-    """Load the checkpoint's backbone with the task's head, or initialize it randomly; add LoRA if enabled."""
+    """Load the checkpoint's backbone with the task's head, or initialize it randomly; add LoRA if enabled.
+
+    Answers are compared without dropout, as TRL's trainers do: its noise would be as large as the first differences,
+    and those to a reference that has none would begin above 0.
+    """
     recipe, task = job.recipe, job.task
     torch.manual_seed(recipe.seed + seed)
     config = read_config(recipe.checkpoint)
@@ -49,10 +56,12 @@ def build_seed_model(job: FinetuneJob, seed: int) -> Model:
     if recipe.class_weights == "balanced":
         own = (i for i in job.train_indices[seed] if i < len(job.data.train))
         model_config = balance_class_weights(model_config, [job.data.train[i].target for i in own])
+    dropout = recipe.task not in TASKS_WITHOUT_DROPOUT
     if recipe.from_scratch:
-        model = make_model(model_config)
+        model = make_model(model_config if dropout else without_dropout(model_config))
+        model.config = model_config
     else:
-        model = load_model(recipe.checkpoint, head=model_config.head, extras=model_config.extras)
+        model = load_model(recipe.checkpoint, model_config.head, model_config.extras, dropout)
         if isinstance(config.head, TaskHead) and not has_same_labels(config, model_config.head):
             reset_head(model)
     if recipe.teacher:

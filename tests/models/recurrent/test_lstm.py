@@ -12,7 +12,7 @@ from torch.testing import assert_close
 
 from firth.core.errors import UserError
 from firth.models import Decoder, Encoder, ModelConfig, count_parameters, get_preset, make_model
-from firth.models.config import AWDLSTMConfig, FeatureEncoderConfig, LearnedPosition, LMHead
+from firth.models.config import AWDLSTMConfig, FeatureEncoderConfig, LearnedPosition, LMHead, without_dropout
 from firth.models.kernels.dropout import fast_dropout
 from firth.models.presets import PRESETS
 from firth.models.recurrent.awd import AWDLSTMStack
@@ -68,6 +68,13 @@ def test_equals_torch_lstm_without_dropout() -> None:
     for lstm in stack_of(model).blocks:
         x, _ = lstm(x)
     assert_close(model.hidden_states(Batch(tokens())), x)
+
+
+def test_without_dropout_training_computes_what_evaluation_does() -> None:
+    torch.manual_seed(0)
+    model = make_model(without_dropout(ulmfit(3, 4, 6, V)))
+    trained, evaluated = (model.train(mode).hidden_states(Batch(tokens())) for mode in (True, False))
+    assert_close(trained, evaluated)
 
 
 def test_weight_drop_applies_to_hidden_to_hidden_weights() -> None:

@@ -17,7 +17,7 @@ from torch import Tensor
 from firth.core.console import warn
 from firth.core.errors import UserError
 from firth.core.files import atomic_folder, check_output_folder, read_json, read_object, write_json
-from firth.models.config import Extra, Head, LMHead, ModelConfig, TaskHead
+from firth.models.config import Extra, Head, LMHead, ModelConfig, TaskHead, without_dropout
 from firth.models.hf.config_io import OBJECTIVE_KEY, read_config, special_token_ids, to_hf_config
 from firth.models.hf.convert import from_hf_tensors, to_hf_tensors, unexpected_tensors, unique_state_dict
 from firth.models.hf.tensors import WEIGHTS_FILE, read_tensors, translate_disk_errors
@@ -43,9 +43,12 @@ class GenerationConfigFile:
     forced_eos_token_id: int | tuple[int, ...] | None = None
 
 
-def load_model(folder: str | Path, head: Head | None = None, extras: tuple[Extra, ...] = ()) -> Model:
+def load_model(
+    folder: str | Path, head: Head | None = None, extras: tuple[Extra, ...] = (), dropout: bool = True
+) -> Model:
     """Load a checkpoint of ours or a Hugging Face folder; `head` replaces its head and extras.
 
+    Without `dropout` the model trains without that of its config, which stays as it is.
     A missing language-model head is reported: only a task head is expected to start from random weights.
     """
     folder = Path(folder)
@@ -53,7 +56,9 @@ def load_model(folder: str | Path, head: Head | None = None, extras: tuple[Extra
     tensors = read_tensors(folder)
     new_head = head is not None and (head != config.head or isinstance(head, TaskHead))
     model_config = config if head is None else replace(config, head=head, extras=extras)
-    model = make_model_from_tensors(model_config, tensors, str(folder), new_head)
+    built = model_config if dropout else without_dropout(model_config)
+    model = make_model_from_tensors(built, tensors, str(folder), new_head)
+    model.config = model_config
     if head is None:
         model.objective = read_json(folder / "config.json").get(OBJECTIVE_KEY)
     load_generation_tokens(model, folder)
