@@ -38,6 +38,10 @@ from firth.models.config import (
 )
 from firth.models.recurrent.presets import RECURRENT_FAMILY_DESCRIPTIONS, RECURRENT_PRESETS
 
+HEAD_DIM = 64  # width of a head, as in BERT, GPT-2 and ModernBERT
+SHAPE_WINDOW = 512  # tokens: rows of up to 257 are read whole, as causal rows need
+MLP_RATIO = 2.625  # of a gated MLP: 8 layers of 512 with 1,344 were measured (docs/results.md)
+
 
 def bert(num_layers: int, dim: int, num_heads: int, vocab_size: int = 30522, **changes: Any) -> ModelConfig:
     """Devlin et al. 2019: post-norm, learned positions, two segments."""
@@ -419,6 +423,23 @@ def modernbert(
     return ModelConfig(**fields | changes)
 
 
+def firth_encoder(
+    num_layers: int, dim: int, num_heads: int, mlp_dim: int, vocab_size: int = 50368, **changes: Any
+) -> ModelConfig:
+    """ModernBERT with gated attention, value residuals and U-Net skips, and windows that read rows of 257 tokens whole.
+
+    No class of `transformers` has these parts, so a checkpoint has the `model_type` firth.
+    """
+    fields: dict[str, Any] = dict(
+        family="firth-encoder",
+        window=SlidingWindow(SHAPE_WINDOW, 3),
+        attention_gate=True,
+        value_residual=True,
+        unet_skips=True,
+    )
+    return modernbert(num_layers, dim, num_heads, mlp_dim, vocab_size, **fields | changes)
+
+
 def bag_of_words(vocab_size: int, dim: int, tied: bool = False, num_bigram_buckets: int = 0) -> ModelConfig:
     """No layers: a word is its embedding (word2vec, GloVe), a text the mean of its words (fastText)."""
     return ModelConfig(
@@ -564,6 +585,10 @@ PRESETS: dict[str, ModelConfig] = {
     "t5gemma-tiny": t5gemma(2, 128, 2, 352),
     "t5gemma-small": t5gemma(8, 512, 8, 1344),
     "t5gemma-base": t5gemma(12, 768, 12, 2048),
+    "firth-encoder-tiny": firth_encoder(3, 128, 2, 320),
+    "firth-encoder-mini": firth_encoder(4, 256, 4, 640),
+    "firth-encoder-small": firth_encoder(8, 512, 8, 1344),
+    "firth-encoder-base": firth_encoder(12, 768, 12, 2048),
     "firth-t5-tiny": firth_t5(2, 128, 2, 352),
     "firth-t5-small": firth_t5(8, 512, 8, 1344),
     "firth-t5-base": firth_t5(12, 768, 12, 2048),
@@ -601,6 +626,8 @@ FAMILY_DESCRIPTIONS: dict[str, str] = {
     "llama": "text generation: a current decoder",
     "t5": "text to text: translate, summarise, answer",
     "t5gemma": "text to text: a current encoder-decoder",
+    "firth-encoder": "classification and filling in, on little text: modernbert with gates and skips, which plain "
+    "transformers does not open",
     "firth-t5": "text to text, on little text: a current encoder-decoder, which plain transformers does not open",
     "bart": "text to text: summarise, correct, restore",
     **RECURRENT_FAMILY_DESCRIPTIONS,
@@ -627,13 +654,12 @@ SHAPE_LADDER = (
     (24, 1536),
     (24, 2048),
 )
-SHAPE_PATTERN = re.compile(rf"({'|'.join(ARCHITECTURE_FAMILIES)})-([1-9]\d*)x([1-9]\d*)")
-HEAD_DIM = 64  # width of a head, as in BERT, GPT-2 and ModernBERT
-SHAPE_WINDOW = 512  # tokens: rows of up to 257 are read whole, as causal rows need
-MLP_RATIO = 2.625  # of a gated MLP: 8 layers of 512 with 1,344 were measured (docs/results.md)
+# The families that no paper fixes, and whose shapes have names: encoder-8x512, firth-encoder-8x512.
+SHAPED_FAMILIES: dict[str, Callable[..., ModelConfig]] = {**ARCHITECTURE_FAMILIES, "firth-encoder": firth_encoder}
+SHAPE_PATTERN = re.compile(rf"({'|'.join(SHAPED_FAMILIES)})-([1-9]\d*)x([1-9]\d*)")
 
 
-def shaped_model(architecture: str, num_layers: int, dim: int) -> ModelConfig:
+def shaped_model(name: str, num_layers: int, dim: int) -> ModelConfig:
     """Return a model of this depth and width: heads of 64, and an MLP of 2.625 widths in multiples of 64.
 
     >>> config = shaped_model("encoder", 8, 512)
@@ -641,22 +667,27 @@ def shaped_model(architecture: str, num_layers: int, dim: int) -> ModelConfig:
     ('modernbert', 8, 1344)
     """
     if dim % HEAD_DIM:
-        raise UserError(f"{architecture}-{num_layers}x{dim}: the width must be a multiple of {HEAD_DIM}.")
+        raise UserError(f"{name}-{num_layers}x{dim}: the width must be a multiple of {HEAD_DIM}.")
     mlp_dim = HEAD_DIM * round(MLP_RATIO * dim / HEAD_DIM)
-    config = ARCHITECTURE_FAMILIES[architecture](num_layers, dim, dim // HEAD_DIM, mlp_dim)
+    config = SHAPED_FAMILIES[name](num_layers, dim, dim // HEAD_DIM, mlp_dim)
     if config.window is not None:
         config = replace(config, window=replace(config.window, size=SHAPE_WINDOW))
     return config
 
 
 def shape_architecture(name: str) -> str:
-    """Return the architecture that a name like encoder or encoder-8x512 says; "" for any other name.
+    """Return the architecture of a model that no paper fixes, by its name; "" for any other name.
 
-    >>> shape_architecture("encoder-8x512"), shape_architecture("bert-tiny")
-    ('encoder', '')
+    >>> [shape_architecture(name) for name in ("encoder", "encoder-8x512", "firth-encoder-8x512", "firth-encoder-tiny")]
+    ['encoder', 'encoder', 'encoder', 'encoder']
+    >>> shape_architecture("bert-tiny")
+    ''
     """
-    shape = SHAPE_PATTERN.fullmatch(name)
-    return shape[1] if shape else name if name in ARCHITECTURE_FAMILIES else ""
+    if name in ARCHITECTURE_FAMILIES:
+        return name
+    if SHAPE_PATTERN.fullmatch(name) or (name in PRESETS and PRESETS[name].family in SHAPED_FAMILIES):
+        return get_preset(name).architecture
+    return ""
 
 
 def is_preset(name: str) -> bool:

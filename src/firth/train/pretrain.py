@@ -43,6 +43,7 @@ from firth.models import (
     warm_start_embeddings,
     write_model,
 )
+from firth.models.hf.config_io import FIRTH_MODEL_TYPE, hf_model_type
 from firth.models.hf.tensors import translate_disk_errors
 from firth.objectives import MLM, Batch
 from firth.objectives.registry import describe_objective
@@ -297,6 +298,11 @@ def run_pretraining(
     for share in shares:
         say(f"  {share}")
     say(f"{recipe.model.family}, {recipe.model.architecture}: {model.num_parameters:,} parameters")
+    if hf_model_type(model.config) == FIRTH_MODEL_TYPE and is_new:
+        say(
+            "no class of transformers has this model: checkpoints open with firth.load, or with AutoModel after "
+            "`import firth.hf`"
+        )
     freeze_schedule = FreezeSchedule(recipe.layer_decay, groups_by_layer=isinstance(losses, TransferLoss))
     text_progress = make_text_progress_fn(recipe, rows, ramp_datasets)
     run = TrainingRun(
