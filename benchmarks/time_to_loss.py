@@ -211,7 +211,7 @@ def train_ours(
     folder.mkdir(parents=True)
     batches = make_pretrain_batch_fn(recipe, rows, shards.tokenizer, ramp_datasets)
     fit(TrainingRun(recipe, compute, model, batches, folder=folder, name=OURS, hooks=[(1, hook)]))
-    if recipe.ema_decay:  # the final model has the averaged weights
+    if recipe.averages_weights:  # the final model has the averaged weights
         curve.losses[-1] = evaluate()
     write_final_model(model, folder)
     say(f"{OURS}: training loss {read_log(folder / 'log.jsonl')[-1]['loss']:.3f} at the end")

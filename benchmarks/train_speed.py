@@ -576,7 +576,7 @@ def batch_shape(workload: Workload) -> str:
 
 UNUSED_FIELDS = (  # recipe fields that a single step does not read
     *("per_device_train_batch_size", "gradient_accumulation_steps", "max_seq_length", "max_steps", "minutes"),
-    *("ema_decay", "spike_factor", "save_steps", "eval_steps", "logging_steps", "parallel", "seed"),
+    *("ema_decay", "tail_average", "spike_factor", "save_steps", "eval_steps", "logging_steps", "parallel", "seed"),
 )
 
 

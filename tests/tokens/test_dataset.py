@@ -227,3 +227,49 @@ def test_text_shorter_than_a_row(tmp_path: Path) -> None:
 def test_rows_too_short_for_text(shards: FakeShards) -> None:
     with pytest.raises(UserError, match="no room for text"):
         PackedDataset(shards, 2, BERT, PAD, seed=0)
+
+
+# --- several packings
+
+
+@pytest.mark.parametrize("split_at", ["token", "sentence"])
+def test_every_pass_of_several_packings_reads_every_token_once(make_shards: Make, split_at: str) -> None:
+    lengths = np.random.default_rng(1).integers(1, 9, (60, 12)).tolist()
+    shards = make_shards([row[: 1 + i % 12] for i, row in enumerate(lengths)])
+    source = PackedDataset(shards, 32, BERT, PAD, seed=3, split_at=split_at, num_packings=3)
+    ends = np.array([*source.load_packings(10**6), source.load_packings(0)[-1] + source.num_rows])
+    assert len(set(np.diff(ends).tolist())) > 1, "packings of different sizes, or the test shows little"
+    seen = []
+    for number in range(4):
+        rows = source.get_rows(np.arange(ends[number], ends[number + 1]))
+        assert np.array_equal(np.sort(rows.input_ids[rows.maskable]), np.arange(100, 100 + shards.num_tokens))
+        assert rows.epoch is not None
+        assert set(rows.epoch.tolist()) == {number}
+        assert source.passes_of(int(ends[number + 1])) == number + 1
+        seen.append({tuple(row) for row in rows.input_ids.tolist()})
+    assert seen[0] == seen[3], "the fourth pass has the first packing again, in another order"
+    assert len(seen[0] & seen[1]) < len(seen[0]) / 2
+    assert source.words_of(int(ends[2])) == pytest.approx(2 * shards.num_words)
+
+
+def test_the_first_pass_is_that_of_one_packing(shards: FakeShards) -> None:
+    one, several = (PackedDataset(shards, 32, BERT, PAD, seed=3, num_packings=n) for n in (1, 5))
+    index = np.arange(one.num_rows)
+    assert np.array_equal(one.get_rows(index).input_ids, several.get_rows(index).input_ids)
+    assert len(several.packings) == 1, "no other packing is computed before its first row is read"
+    assert not np.array_equal(
+        one.get_rows(index + one.num_rows).input_ids, several.get_rows(index + one.num_rows).input_ids
+    )
+
+
+def test_rows_of_several_packings_do_not_depend_on_earlier_reads(shards: FakeShards) -> None:
+    """Random access: a fresh dataset that reads a late row first finds the same one."""
+    source = PackedDataset(shards, 32, BERT, PAD, seed=3, num_packings=2)
+    index = np.arange(5 * source.num_rows)  # more than two turns
+    all_rows = source.get_rows(index)
+    for g in (4 * source.num_rows, 0, source.num_rows - 1, source.num_rows, source.num_rows + 3):
+        row = PackedDataset(shards, 32, BERT, PAD, seed=3, num_packings=2).get_rows(np.array([g]))
+        for name, value in row._asdict().items():
+            if value is not None:
+                assert np.array_equal(value[0], getattr(all_rows, name)[g]), name
+    assert len({tuple(row) for row in all_rows.input_ids[: source.num_rows].tolist()}) == source.num_rows

@@ -15,7 +15,7 @@ from tokens.fake_shards import FakeShards
 from firth.tokens import packing as packing_module
 from firth.tokens import shards as shards_module
 from firth.tokens.dataset import PackedDataset
-from firth.tokens.packing import RowPacking, fill_row_gaps, pack_documents, split_at_sentences
+from firth.tokens.packing import RowPacking, fill_row_gaps, pack_documents, random_first_lengths, split_at_sentences
 from firth.tokens.template import SequenceTemplate
 
 PAD, CLS, SEP = 0, 1, 2
@@ -189,3 +189,50 @@ def test_pieces_of_whole_sentences() -> None:
     assert list(zip(start.tolist(), length.tolist(), strict=True)) == [
         (0, 9), (9, 3), (12, 3), (15, 5), (20, 9), (29, 9), (38, 2),
     ]  # fmt: skip
+
+
+# --- several packings
+
+
+def test_another_packing_moves_the_cuts_of_long_documents_alone() -> None:
+    lengths = np.array([100, 20, 300, 31])
+    plain, moved = (pack_documents(lengths, 34, template_size=2, number=n) for n in (0, 1))
+
+    def cuts(packing: RowPacking) -> set[int]:
+        return set(packing.piece_start.tolist())
+
+    edges = {0, 100, 120, 420}
+    assert cuts(plain) & cuts(moved) == edges, "documents start where they did, and nothing else does"
+    assert {100, 420} == {s for s, n in zip(moved.piece_start, moved.piece_length, strict=True) if n in (20, 31)}
+    assert moved.piece_length.sum() == lengths.sum()
+    assert moved.piece_length.max() <= 32
+
+
+def test_another_packing_gives_pieces_of_equal_length_other_neighbours() -> None:
+    lengths = np.full(40, 10)
+    rows = [
+        {frozenset(start for start, _ in row) for row in layout(pack_documents(lengths, 32, number=n))}
+        for n in (0, 1, 2)
+    ]
+    assert all(len(pieces) == 14 for pieces in rows)
+    assert len(rows[0] & rows[1]) + len(rows[1] & rows[2]) < 4
+
+
+def test_first_pieces_have_every_length() -> None:
+    first = random_first_lengths(100_000, 126, number=7)
+    assert first is not None
+    counts = np.bincount(first, minlength=127)
+    assert counts[:16].sum() == 0
+    assert counts[16:] == pytest.approx(100_000 / 111, rel=0.15)
+    assert random_first_lengths(3, 5, number=1).tolist() == [5, 5, 5]  # type: ignore[union-attr]
+    assert random_first_lengths(3, 5, number=0) is None
+
+
+def test_another_packing_of_sentences_by_hand() -> None:
+    """Sentences of 3, 3, 3, 4 tokens, rows of 8: the first piece takes at most 5 tokens, but one sentence at least."""
+    bounds, offsets = np.array([0, 3, 6, 9, 13, 15]), np.array([0, 13, 15])
+    assert [x.tolist() for x in split_at_sentences(bounds, offsets, 8)] == [[0, 6, 13], [6, 7, 2]]
+    for first, starts in ((5, [0, 3, 9, 13]), (6, [0, 6, 13]), (1, [0, 3, 9, 13])):
+        found = split_at_sentences(bounds, offsets, 8, np.array([first, first]))
+        assert found[0].tolist() == starts
+        assert found[1].tolist() == np.diff([*starts, 15]).tolist()

@@ -93,6 +93,9 @@ class Runs:
 MEMORY = {"harm": {"kind": "memory", "rank": 1, "rows": 2}}
 NAN = {"harm": {"kind": "nan", "rank": 1, "step": 2}}
 HALF: dict[str, Any] = {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 2}  # 8 rows in two processes
+# A tail average, weight decay by its own schedule, and several passes of different packings.
+LATE: dict[str, Any] = {"tail_average": 0.5, "num_packings": 2, "weight_decay": 0.3, "cautious_weight_decay": True}
+LATE |= {"weight_decay_schedule": "to-zero"}
 MUCH: dict[str, Any] = {"ema_decay": 0.9, "spike_factor": 4.0, "batch_ramp": 0.5, "batch_doublings": 1}
 
 
@@ -107,6 +110,7 @@ def two(shards_of: Make, tmp_path_factory: pytest.TempPathFactory) -> Runs:
         stopped = dict(parallel=way, dropout=0.2, **HALF, **MUCH)
         jobs.append(runs.job(f"{way} stopped", {"harm": {"kind": "stop", "step": 3}}, **stopped))
         jobs.append(runs.job(f"{way} stopped", {"resume": True}, **stopped))
+        jobs.append(runs.job(f"{way} late", parallel=way, per_device_train_batch_size=64, **LATE))
         jobs.append(runs.job(f"{way} nan", NAN, parallel=way, max_bad_steps=2, **HALF))
     jobs.append(runs.job("halved", MEMORY, parallel="ddp", per_device_train_batch_size=4))
     jobs.append(runs.job("muon", parallel="ddp", optim="muon", **HALF))
@@ -163,6 +167,14 @@ def test_four_processes_train_like_one(way: str, one: str, four: Runs) -> None:
 @pytest.mark.parametrize("way", ["ddp", "fsdp"])
 def test_a_stopped_run_resumes_exactly(way: str, two: Runs) -> None:
     two.same(f"{way} straight", f"{way} stopped")
+
+
+@pytest.mark.parametrize("way", ["ddp", "fsdp"])
+def test_two_processes_average_decay_and_pack_like_one(way: str, two: Runs) -> None:
+    if not (two.folder / "late").is_dir():
+        two.alone("late", per_device_train_batch_size=128, **LATE)
+    assert two.log("late")[-2]["passes"] > 1.5, "both packings are read"
+    two.close("late", f"{way} late")
 
 
 def test_dropout_differs_between_ranks(two: Runs) -> None:

@@ -63,6 +63,18 @@ WAYS: dict[str, dict[str, Any]] = {
     "products in 8 bits": {"fp8": True},
     "products in 8 bits, bf16 weights": {"fp8": True, "engine": EngineConfig(weights="bf16")},
     "wsd": {"lr_scheduler_type": "wsd", "wsd_decay": 0.4},
+    "tail average, cautious decay to zero": {
+        "tail_average": 0.6,  # from step 3 on: one resume before it, one in it
+        "optim": "muon",
+        "weight_decay": 0.3,
+        "weight_decay_schedule": "to-zero",
+        "cautious_weight_decay": True,
+    },
+    "several packings": {  # three passes
+        "num_packings": 2,
+        "per_device_train_batch_size": 192,
+        "weight_decay_schedule": "constant",
+    },
     "all": {
         "optim": "muon",
         "ema_decay": 0.9,
@@ -145,7 +157,7 @@ def test_ema_weights_are_evaluated_and_saved(recipe_of: Recipes, tmp_path: Path)
     for step in range(5):
         now = load_model(run / f"checkpoint-{step + 1}").embed.tokens.weight.detach()
         mean = mean + (1 - min(0.8, (1 + step) / (10 + step))) * (now - mean)
-        kept = load_file(run / f"checkpoint-{step + 1}" / "training" / "ema.safetensors")
+        kept = load_file(run / f"checkpoint-{step + 1}" / "training" / "average.safetensors")
         torch.testing.assert_close(kept["embed.tokens.weight"], mean)
     torch.testing.assert_close(load_model(run / "final").embed.tokens.weight.detach(), mean)
 
@@ -164,7 +176,7 @@ def test_load_best_restores_the_ema_of_the_best_evaluation(recipe_of: Recipes, s
     run = TrainingRun(recipe, CPU, model, batches, evaluate, tmp_path, score_fn=lambda scores: scores["score"])
     assert fit(run).best_step == 2
     assert torch.equal(model.embed.tokens.weight, judged[1])
-    kept = load_file(tmp_path / "checkpoint-4" / "training" / "ema.safetensors")
+    kept = load_file(tmp_path / "checkpoint-4" / "training" / "average.safetensors")
     assert torch.equal(kept["embed.tokens.weight"], judged[3])
 
 

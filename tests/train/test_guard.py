@@ -216,7 +216,7 @@ def test_a_skipped_step_does_not_update_the_ema(recipe_of: Recipes, poison: Any)
     poison([2])
     recipe = recipe_of("gpt2", ema_decay=0.9, save_steps=1, save_total_limit=0, eval_steps=6)
     pretrain(recipe)
-    means = [load_file(Path(recipe.output_dir) / f"checkpoint-{i}/training/ema.safetensors") for i in range(1, 7)]
+    means = [load_file(Path(recipe.output_dir) / f"checkpoint-{i}/training/average.safetensors") for i in range(1, 7)]
     moved = [any(not torch.equal(a[name], b[name]) for name in a) for a, b in pairwise(means)]
     assert moved == [True, False, True, True, True], "only step 3 was skipped"
 

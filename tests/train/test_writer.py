@@ -76,7 +76,7 @@ def test_async_checkpoint_equals_the_synchronous_one(
     for name in names(tmp_path / "sync"):
         assert find_corruption(tmp_path / "async" / name) is None
         tensors = files(tmp_path / "async" / name)
-        assert "training/ema.safetensors" in tensors
+        assert "training/average.safetensors" in tensors
         assert tensors == files(tmp_path / "sync" / name)
     assert (tmp_path / "async" / "log.jsonl").read_bytes() == (tmp_path / "sync" / "log.jsonl").read_bytes()
 

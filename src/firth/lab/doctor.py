@@ -393,8 +393,7 @@ def find_unusual_row(recipe: Recipe, shards: ShardSet | MixedShards, step: int) 
     text = shards.tokenizer.decode(rows.input_ids[b][rows.maskable[b]].tolist())
     found: dict[str, Any] = {"row": int(rows.stream_index[b])}
     if isinstance(dataset, PackedDataset) and rows.row_index is not None:
-        row = int(rows.row_index[b])
-        starts = dataset.packing.piece_start[dataset.packing.row_first[row] : dataset.packing.row_first[row + 1]]
+        _, _, starts, _ = dataset.row_pieces(rows.row_index[b : b + 1])
         documents = np.unique(np.searchsorted(dataset.shards.offsets, starts, side="right") - 1).tolist()
         found["documents"] = ", ".join(map(str, documents[:5]))
     return found | {"text": make_excerpt(text)}

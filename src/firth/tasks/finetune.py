@@ -62,6 +62,7 @@ FIXED_FINETUNE_FIELDS = (
         "from_scratch",
         "optim",
         "ema_decay",
+        "tail_average",
         "layers",
         "pool",
         "head_dim",

@@ -97,6 +97,7 @@ class Setting:
             max_steps=steps,
             warmup_steps=warmup if self.warmup_share is None else round(self.warmup_share * steps),
             ema_decay=recipe.ema_decay if share == 1 else 0.0,
+            tail_average=recipe.tail_average if share == 1 else 0.0,
             search_fields=(),
         )
 

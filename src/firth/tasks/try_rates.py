@@ -59,7 +59,8 @@ def try_rates(job: FinetuneJob, trial: RateTrial, file: Path) -> RateTrial:
         f"learning rate: trying {rates} (times {factor:.1f}, as a trial is short) for {format_count(steps, 'step')} "
         f"each, on {counts[0]:,} examples of train; the loss on its other {counts[1]:,} decides"
     )
-    settings = replace(recipe, max_steps=steps, warmup_steps=min(steps // 10, recipe.warmup_steps), ema_decay=0.0)
+    warmup = min(steps // 10, recipe.warmup_steps)
+    settings = replace(recipe, max_steps=steps, warmup_steps=warmup, ema_decay=0.0, tail_average=0.0)
     began, earlier_seconds = time.monotonic(), trial.seconds
     with run_series([1.0] * (len(trial.rates) - len(trial.batch_losses))) as series:
         for rate in trial.rates[len(trial.batch_losses) :]:

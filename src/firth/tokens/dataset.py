@@ -7,6 +7,9 @@ Stream index g = s * rows per step + i runs over epochs without end. `get_rows` 
     pieces    = packing.row_first[row] ... packing.row_first[row + 1]  # packing.py: computed once, memory-mapped
     input_ids = the tokens of these pieces, with the special tokens of the template around each
 
+With several packings the passes take them in turn (`num_packings`), so that documents are cut elsewhere in each. They
+have different numbers of rows; the first row of a pass follows from those of the packings before it.
+
 Nothing depends on the rows that were read before. So resuming costs nothing, any process can compute any row, and the
 data are the same on one GPU and on many.
 """
@@ -15,6 +18,7 @@ data are the same on one GPU and on many.
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
 from typing import NamedTuple
 
@@ -23,7 +27,7 @@ import numpy as np
 from firth.core.console import format_count
 from firth.core.errors import UserError
 from firth.core.hashing import hash_uint64
-from firth.tokens.packing import cached_packing, ragged_arange
+from firth.tokens.packing import RowPacking, cached_packing, ragged_arange
 from firth.tokens.permutation import permute_indices
 from firth.tokens.shards import Shards
 from firth.tokens.template import SequenceTemplate
@@ -132,14 +136,27 @@ class RowDataset:
         """Mean number of words of a row: an epoch has every word once."""
         return self.shards.num_words / self.num_rows
 
+    def passes_of(self, num_rows: int) -> float:
+        """Return how often the first `num_rows` rows of the stream read the text."""
+        return num_rows / self.num_rows
+
+    def words_of(self, num_rows: int) -> float:
+        """Return the number of words in the first `num_rows` rows of the stream, as far as its mean row tells."""
+        return num_rows * self.words_per_row
+
     def get_rows(self, indices: np.ndarray) -> Rows:
         """Return the rows at these indices of the stream."""
         self.shards.check_not_cut()
         index_B = np.asarray(indices, dtype=np.int64)
+        epoch_B, row_B = self.locate_rows(index_B)
+        return self._build_rows(row_B, index_B)._replace(row_index=row_B, epoch=epoch_B)
+
+    def locate_rows(self, index_B: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Return the pass that each row of the stream belongs to, and its index among the rows of the text."""
         epoch_B, row_B = np.divmod(index_B, self.num_rows)
         if self.shuffle:
             row_B = permute_indices(row_B, self.num_rows, hash_uint64(self.seed, epoch_B))
-        return self._build_rows(row_B, index_B)._replace(row_index=row_B, epoch=epoch_B)
+        return epoch_B, row_B
 
     def _build_rows(self, row_B: np.ndarray, index_B: np.ndarray) -> Rows:
         raise NotImplementedError
@@ -151,6 +168,9 @@ class PackedDataset(RowDataset):
     `split_at="token"` cuts a document longer than a row where the row is full, "sentence" after its last sentence that
     fits. A piece that starts with a sentence is read like a text of its own, so that it has the template's prefix even
     where that is written at the edges of documents only.
+
+    Pass p reads packing p modulo `num_packings`. A packing is computed when its first row is read; `num_rows` and
+    `fill_ratio` are those of packing 0. The rows of all packings are numbered on, packing after packing.
     """
 
     texts_per_piece = 1  # 2: each piece may be cut into a pair of texts, and reserves its special tokens
@@ -167,13 +187,18 @@ class PackedDataset(RowDataset):
         allow_short: bool = False,
         token_bits: tuple[str, ...] = (),
         split_at: str = "token",
+        num_packings: int = 1,
     ) -> None:
         template_size = template.num_special_tokens(self.texts_per_piece)
         if row_length <= template_size:
             raise UserError(f"A row of {row_length} tokens has no room for text. Choose a longer --max-seq-length.")
         super().__init__(shards, row_length, template, pad_id, seed, shuffle, allow_short, token_bits)
-        self.split_at = split_at
-        self.packing = cached_packing(shards, row_length, template_size, max_documents_per_row, split_at)
+        self.split_at, self.num_packings = split_at, num_packings
+        self.packing_args = row_length, template_size, max_documents_per_row, split_at
+        self.packing = cached_packing(shards, *self.packing_args)
+        self.packings = [self.packing]  # those that are computed, the first ones
+        self.first_rows = [0, self.packing.num_rows]  # number of the first row of each, and of the next one
+        self.packing_lock = threading.Lock()  # a thread makes batches while another reads `passes_of`
         self.num_rows = self.packing.num_rows
         self.fill_ratio = (shards.num_tokens + self._num_special_tokens()) / (self.num_rows * row_length)
 
@@ -193,17 +218,64 @@ class PackedDataset(RowDataset):
             return np.ones(len(token_index_P), dtype=bool)
         return self.shards.offsets[np.searchsorted(self.shards.offsets, token_index_P)] == token_index_P
 
-    def _row_pieces(self, row_B: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
+    def load_packings(self, num_rows: int) -> np.ndarray:
+        """Compute the packings of the stream's first `num_rows` rows; return the first row of each, and the end."""
+        with self.packing_lock:
+            while len(self.packings) < self.num_packings and num_rows > self.first_rows[-1]:
+                self.packings.append(cached_packing(self.shards, *self.packing_args, number=len(self.packings)))
+                self.first_rows.append(self.first_rows[-1] + self.packings[-1].num_rows)
+            return np.array(self.first_rows)
+
+    def locate_passes(self, index_B: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
+        """Return pass, number of the packing's first row, row in it and rows of the packing, for rows of the stream."""
+        first_K = self.load_packings(int(index_B.max(initial=0)) + 1)
+        turn_B, offset_B = np.divmod(index_B, first_K[-1])  # all packings are known where a second turn begins
+        packing_B = np.searchsorted(first_K, offset_B, side="right") - 1
+        first_B = first_K[packing_B]
+        return turn_B * self.num_packings + packing_B, first_B, offset_B - first_B, np.diff(first_K)[packing_B]
+
+    def locate_rows(self, index_B: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        if self.num_packings == 1:
+            return super().locate_rows(index_B)
+        epoch_B, first_B, row_B, size_B = self.locate_passes(index_B)
+        if self.shuffle:
+            for size in np.unique(size_B).tolist():
+                rows = size_B == size
+                row_B[rows] = permute_indices(row_B[rows], size, hash_uint64(self.seed, epoch_B[rows]))
+        return epoch_B, first_B + row_B
+
+    def passes_of(self, num_rows: int) -> float:
+        if self.num_packings == 1 or not num_rows:
+            return super().passes_of(num_rows)
+        epoch_B, _, row_B, size_B = self.locate_passes(np.array([num_rows - 1]))
+        return float(epoch_B[0] + (row_B[0] + 1) / size_B[0])
+
+    def words_of(self, num_rows: int) -> float:
+        return self.passes_of(num_rows) * self.shards.num_words
+
+    def row_pieces(self, row_B: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
         """Return the number of pieces of each row (B,); of each piece its index in the row, start and length (P,)."""
-        first_B = self.packing.row_first[row_B]
-        pieces_B = self.packing.row_first[row_B + 1] - first_B
+        packing_B = np.searchsorted(self.first_rows, row_B, side="right") - 1
+        first_B, pieces_B = np.empty_like(row_B), np.empty_like(row_B)
+        for k, packing, rows in self.split_by_packing(packing_B):
+            in_packing = row_B[rows] - self.first_rows[k]
+            first_B[rows] = packing.row_first[in_packing]
+            pieces_B[rows] = packing.row_first[in_packing + 1] - first_B[rows]
         document_P = ragged_arange(pieces_B)
         piece_P = np.repeat(first_B, pieces_B) + document_P
-        return pieces_B, document_P, self.packing.piece_start[piece_P], self.packing.piece_length[piece_P].astype(int)
+        start_P, length_P = np.empty_like(piece_P), np.empty_like(piece_P)
+        for _, packing, pieces in self.split_by_packing(np.repeat(packing_B, pieces_B)):
+            start_P[pieces] = packing.piece_start[piece_P[pieces]]
+            length_P[pieces] = packing.piece_length[piece_P[pieces]]
+        return pieces_B, document_P, start_P, length_P
+
+    def split_by_packing(self, packing_N: np.ndarray) -> list[tuple[int, RowPacking, np.ndarray]]:
+        """Return the packings among these numbers, each with the mask of its entries."""
+        return [(k, self.packings[k], packing_N == k) for k in np.unique(packing_N).tolist()]
 
     def _build_rows(self, row_B: np.ndarray, index_B: np.ndarray) -> Rows:
         """Lay the pieces of all rows end to end, then fold the result into rows."""
-        pieces_B, document_P, start_P, length_P = self._row_pieces(row_B)
+        pieces_B, document_P, start_P, length_P = self.row_pieces(row_B)
         opens_P, closes_P = self._has_prefix_at(start_P), self._has_suffix_at(start_P + length_P)
         prefix, suffix = self.template.prefix_ids, self.template.suffix_ids
         layout = PieceLayout(self.shards, start_P, length_P, len(prefix) * opens_P, len(suffix) * closes_P)

@@ -18,6 +18,12 @@ restarts at 0 with each document. A model then computes the same as for each doc
 
 The Python loop runs once per distinct length, not once per piece: `best_fit_decreasing` packs all pieces of one length
 at once. The result is cached beside the shards (`cached_packing`), so a run computes it once and memory-maps it later.
+
+A text that is read many times in one packing shows a model the same cuts in every pass: the token after a cut is never
+predicted from the text before it. So there are several packings of one text, by number. Packing 0 is as above. In any
+other one a document longer than a row has a first piece of random length, which moves all its cuts, and pieces of equal
+length are packed in random order, which gives a row other neighbours. Both are functions of the packing's number and
+the index of the document or piece.
 """
 
 # Shapes: D documents, S sentences, P pieces, R rows.
@@ -25,16 +31,19 @@ at once. The result is cached beside the shards (`cached_packing`), so a run com
 from __future__ import annotations
 
 import hashlib
+import zlib
 from collections import defaultdict, deque
 from typing import NamedTuple
 
 import numpy as np
 
+from firth.core.hashing import hash_uint64
 from firth.tokens.shards import Shards, load_or_compute_arrays
 
 PACKING_VERSION = 2  # part of the cache key: raise it when the algorithm changes
 MAX_PADDING_SHARE = 0.01  # share of positions: below it, `fill_row_gaps` cuts no more documents
 MIN_GAP_TOKENS = 32  # tokens of text: a smaller gap is not worth cutting a document for
+MIN_PIECE_TOKENS = MIN_GAP_TOKENS // 2  # tokens of text: no scraps of a word or two where a document is cut
 GAP_USE_SHARE = 0.9  # share of the gaps that text is expected to fill; the rest is lost at their ends
 
 
@@ -51,39 +60,59 @@ class RowPacking(NamedTuple):
 
 
 def cached_packing(
-    shards: Shards, capacity: int, template_size: int, max_documents_per_row: int | None, split_at: str = "token"
+    shards: Shards,
+    capacity: int,
+    template_size: int,
+    max_documents_per_row: int | None,
+    split_at: str = "token",
+    number: int = 0,
 ) -> RowPacking:
-    """Return the packing of `shards` into rows of `capacity` tokens; compute it once and store it beside them."""
+    """Return packing `number` of `shards` into rows of `capacity` tokens; compute it once and store it beside them."""
     key = hashlib.sha256(
-        f"{PACKING_VERSION} {shards.fingerprint} {template_size} {max_documents_per_row} {split_at}".encode()
+        f"{PACKING_VERSION} {shards.fingerprint} {template_size} {max_documents_per_row} {split_at}"
+        f"{f' {number}' if number else ''}".encode()
     ).hexdigest()[:12]
 
     def compute() -> RowPacking:
         if split_at == "sentence":
-            pieces = split_at_sentences(shards.sentence_bounds(), np.asarray(shards.offsets), capacity - template_size)
-            return pack_pieces(*pieces, capacity, template_size, max_documents_per_row)
-        packing = pack_documents(np.diff(shards.offsets), capacity, template_size, max_documents_per_row)
+            offsets, longest = np.asarray(shards.offsets), capacity - template_size
+            first_D = random_first_lengths(len(offsets) - 1, longest, number)
+            pieces = split_at_sentences(shards.sentence_bounds(), offsets, longest, first_D)
+            return pack_pieces(*pieces, capacity, template_size, max_documents_per_row, number)
+        packing = pack_documents(np.diff(shards.offsets), capacity, template_size, max_documents_per_row, number)
         return fill_row_gaps(packing, capacity, template_size, max_documents_per_row)
 
     return load_or_compute_arrays(shards, f"rows-{capacity}-{key}", RowPacking, compute)
 
 
 def pack_documents(
-    lengths_D: np.ndarray, capacity: int, template_size: int = 0, max_documents_per_row: int | None = None
+    lengths_D: np.ndarray,
+    capacity: int,
+    template_size: int = 0,
+    max_documents_per_row: int | None = None,
+    number: int = 0,
 ) -> RowPacking:
-    """Pack documents, which lie end to end in the shards, into rows of `capacity` tokens.
+    """Return packing `number` of documents, which lie end to end in the shards, into rows of `capacity` tokens.
 
     A piece occupies its length plus `template_size` special tokens. `max_documents_per_row=None`: no limit.
     """
     assert capacity > template_size, "a row must hold text"
-    pieces = split_documents(np.asarray(lengths_D, dtype=np.int64), capacity - template_size)
-    return pack_pieces(*pieces, capacity, template_size, max_documents_per_row)
+    first_D = random_first_lengths(len(lengths_D), capacity - template_size, number)
+    pieces = split_documents(np.asarray(lengths_D, dtype=np.int64), capacity - template_size, first_D)
+    return pack_pieces(*pieces, capacity, template_size, max_documents_per_row, number)
 
 
 def pack_pieces(
-    start_P: np.ndarray, length_P: np.ndarray, capacity: int, template_size: int, max_documents_per_row: int | None
+    start_P: np.ndarray,
+    length_P: np.ndarray,
+    capacity: int,
+    template_size: int,
+    max_documents_per_row: int | None,
+    number: int = 0,
 ) -> RowPacking:
-    order = np.argsort(-length_P, kind="stable")
+    """Pack pieces of text. Those of equal length are taken in their order in packing 0, else in random order."""
+    random_P = hash_uint64(number, zlib.crc32(b"order of pieces"), np.arange(len(length_P)))
+    order = np.lexsort((random_P, -length_P)) if number else np.argsort(-length_P, kind="stable")
     row_P, num_rows = best_fit_decreasing(length_P[order] + template_size, capacity, max_documents_per_row)
     by_row = np.argsort(row_P, kind="stable")
     order = order[by_row]
@@ -97,27 +126,62 @@ def pack_pieces(
 # --- cutting ------------------------------------------------------------------------------------------------------
 
 
-def split_documents(lengths_D: np.ndarray, max_piece_length: int) -> tuple[np.ndarray, np.ndarray]:
-    """Return start and length (P,) of the pieces: full ones of `max_piece_length`, and each document's remainder."""
-    num_pieces_D = -(-lengths_D // max_piece_length)
+def random_first_lengths(num_documents: int, max_piece_length: int, number: int) -> np.ndarray | None:
+    """Return the length of the first piece of each document that is cut, (D,); None for packing 0, which fills rows.
+
+    Lengths are uniform, from `MIN_PIECE_TOKENS` to `max_piece_length`.
+    """
+    if not number:
+        return None
+    least = min(MIN_PIECE_TOKENS, max_piece_length)
+    bits_D = hash_uint64(number, zlib.crc32(b"first piece"), np.arange(num_documents))
+    return (bits_D % np.uint64(max_piece_length - least + 1)).astype(np.int64) + least
+
+
+def split_documents(
+    lengths_D: np.ndarray, max_piece_length: int, first_D: np.ndarray | None = None
+) -> tuple[np.ndarray, np.ndarray]:
+    """Return start and length (P,) of the pieces: full ones of `max_piece_length`, and each document's remainder.
+
+    `first_D` are the lengths of the first pieces of documents longer than `max_piece_length`; default: full ones.
+
+    >>> [x.tolist() for x in split_documents(np.array([20, 3]), 8)]
+    [[0, 8, 16, 20], [8, 8, 4, 3]]
+    >>> [x.tolist() for x in split_documents(np.array([20, 3]), 8, np.array([5, 5]))]
+    [[0, 5, 13, 20], [5, 8, 7, 3]]
+    """
+    missing_D = np.zeros_like(lengths_D)  # tokens that the first piece lacks of a full one
+    if first_D is not None:
+        missing_D = np.where(lengths_D > max_piece_length, max_piece_length - first_D, 0)
+    num_pieces_D = -(-(lengths_D + missing_D) // max_piece_length)
     document_P = np.repeat(np.arange(len(lengths_D)), num_pieces_D)
-    offset_P = ragged_arange(num_pieces_D) * max_piece_length
+    end_P = (ragged_arange(num_pieces_D) + 1) * max_piece_length - missing_D[document_P]
+    offset_P = np.maximum(end_P - max_piece_length, 0)
     start_P = (np.cumsum(lengths_D) - lengths_D)[document_P] + offset_P
-    return start_P, np.minimum(lengths_D[document_P] - offset_P, max_piece_length)
+    return start_P, np.minimum(lengths_D[document_P], end_P) - offset_P
 
 
 def split_at_sentences(
-    sentence_bounds: np.ndarray, document_offsets: np.ndarray, max_piece_length: int
+    sentence_bounds: np.ndarray,
+    document_offsets: np.ndarray,
+    max_piece_length: int,
+    first_D: np.ndarray | None = None,
 ) -> tuple[np.ndarray, np.ndarray]:
     """Return start and length (P,) of pieces that are whole sentences of one document, as many as fit.
 
     `sentence_bounds` (S + 1,) and `document_offsets` (D + 1,) are token indices. A sentence longer than
-    `max_piece_length` is cut.
+    `max_piece_length` is cut. `first_D` are the most tokens of the first piece of documents longer than
+    `max_piece_length`; its first sentence is always in it.
     """
     edges = np.append(split_documents(np.diff(sentence_bounds), max_piece_length)[0], sentence_bounds[-1])
     document_first = np.searchsorted(edges, document_offsets)
     next_S = np.searchsorted(edges, edges[:-1] + max_piece_length, side="right") - 1
     next_S = np.minimum(next_S, np.repeat(document_first[1:], np.diff(document_first)))
+    if first_D is not None:
+        is_cut_D = np.diff(document_offsets) > max_piece_length
+        opening = document_first[:-1][is_cut_D]
+        last = np.searchsorted(edges, edges[opening] + first_D[is_cut_D], side="right") - 1
+        next_S[opening] = np.maximum(last, opening + 1)
     is_document, is_start = np.zeros(len(edges), dtype=bool), np.zeros(len(edges), dtype=bool)
     is_document[document_first] = True
     sentences = np.unique(document_first[:-1])
@@ -270,8 +334,8 @@ class RowGaps:
         """Place a piece, cut to the gaps; a remainder without a gap gets a row of its own."""
         while length and self.gaps:
             row, free_tokens, pieces = self.gaps.popleft()
-            # A piece that is cut leaves at least MIN_GAP_TOKENS // 2 tokens: no scraps of a word or two.
-            taken = length if length <= free_tokens else min(free_tokens, length - MIN_GAP_TOKENS // 2)
+            # A piece that is cut leaves at least MIN_PIECE_TOKENS.
+            taken = length if length <= free_tokens else min(free_tokens, length - MIN_PIECE_TOKENS)
             self.placed.append((row, start, taken))
             start, length = start + taken, length - taken
             still_free = free_tokens - taken - self.template_size

@@ -101,7 +101,7 @@ class SegmentPairDataset(PackedDataset):
     def _build_rows(self, row_B: np.ndarray, index_B: np.ndarray) -> Rows:
         """Lay A and B of all pieces end to end, then fold the result into rows."""
         template = self.template
-        pieces_B, document_P, start_P, length_P = self._row_pieces(row_B)
+        pieces_B, document_P, start_P, length_P = self.row_pieces(row_B)
         cuts = self.cutter.cut_pieces(start_P, length_P, np.repeat(index_B, pieces_B), document_P)
         b_start_P = np.where(cuts.b_start >= 0, cuts.b_start, start_P + cuts.a_length)
         is_pair_P, keep_P2 = cuts.is_pair, np.stack([np.ones_like(cuts.is_pair), cuts.is_pair], 1)

@@ -218,7 +218,7 @@ class MemoryTrial:
             torch.cuda.reset_peak_memory_stats(device)
             train_step(self.run, self.runner, self.optimizer, [batch], 0, 0.0)
             torch.cuda.synchronize(device)
-        average = 4 * self.model.num_parameters if self.recipe.ema_decay else 0
+        average = 4 * self.model.num_parameters if self.recipe.averages_weights else 0
         return int(torch.cuda.max_memory_allocated(device)) + average
 
     def saved_bytes(self, rows: int) -> int:

@@ -4,8 +4,8 @@
 generator state and no dataloader position is saved. A checkpoint holds
 
 - the weights, in a Hugging Face folder that `AutoModel.from_pretrained` opens: `checkpoint-<step>/`;
-- in `training/`: optimizer tensors, LoRA adapters (the model file has them merged), the EMA, the recurrent state and
-  the guard's statistics (safetensors), and the step and counters (`state.json`). No pickle.
+- in `training/`: optimizer tensors, LoRA adapters (the model file has them merged), the average of the weights, the
+  recurrent state and the guard's statistics (safetensors), and the step and counters (`state.json`). No pickle.
 
 **Whole or absent.** A process can die at any instruction, and a disk can be full. So a checkpoint is written to a
 temporary folder, every file is fsynced, a manifest with checksums is added, and the folder is renamed, which a file
@@ -44,7 +44,7 @@ from firth.train.unfreeze import ever_trainable
 
 TRAINABLE_WEIGHTS_FILE = "trainable.safetensors"
 RECURRENT_STATE_FILE = "recurrent_state.safetensors"
-EMA_FILE = "ema.safetensors"
+AVERAGE_FILE = "average.safetensors"
 GUARD_FILE = "guard.safetensors"
 OPTIMIZER_FILE = "optimizer.safetensors"
 WHOLE_STATES = ("step", "exp_avg_sq_row", "exp_avg_sq_col")  # of optimizers: not sharded like their parameter
@@ -65,6 +65,7 @@ class TrainState:
     evals_since_best: int = 0  # for early stopping
     data_hash: int = 0  # chained hash of all batches so far
     bad_steps: int = 0  # skipped steps in a row
+    num_averaged: int = 0  # steps whose weights are in the average of the weights
     halvings: int = 0  # how often micro-batches were halved after running out of memory
 
 
@@ -79,7 +80,7 @@ def collect_payload(
     model: Model,
     optimizer: torch.optim.Optimizer,
     recurrent_state: Mapping[str, torch.Tensor],
-    ema: Mapping[str, torch.Tensor],
+    average: Mapping[str, torch.Tensor],
     guard: Mapping[str, torch.Tensor],
 ) -> CheckpointPayload:
     """Collect the tensors of a checkpoint; empty mappings write no file."""
@@ -88,7 +89,7 @@ def collect_payload(
         files[TRAINABLE_WEIGHTS_FILE] = trainable_state(model)
     files |= {
         name: tensors
-        for name, tensors in ((RECURRENT_STATE_FILE, recurrent_state), (EMA_FILE, ema), (GUARD_FILE, guard))
+        for name, tensors in ((RECURRENT_STATE_FILE, recurrent_state), (AVERAGE_FILE, average), (GUARD_FILE, guard))
         if tensors
     }
     return CheckpointPayload(
@@ -201,9 +202,9 @@ def load_recurrent_state(folder: Path, device: torch.device) -> dict[str, torch.
     return _load_training_tensors(folder, RECURRENT_STATE_FILE, device)
 
 
-def load_ema(folder: Path) -> dict[str, torch.Tensor]:
-    """Load the exponential moving average of the weights."""
-    return _load_training_tensors(folder, EMA_FILE)
+def load_average(folder: Path) -> dict[str, torch.Tensor]:
+    """Load the average of the weights."""
+    return _load_training_tensors(folder, AVERAGE_FILE)
 
 
 def load_guard_state(folder: Path, device: torch.device) -> dict[str, torch.Tensor]:

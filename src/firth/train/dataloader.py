@@ -76,7 +76,8 @@ def make_row_dataset(recipe: Recipe, shards: ShardSet | MixedShards, held_out: b
         )
     if objective.row_layout in ("packed", "segments"):
         max_documents, kind = objective.max_documents(length), SegmentPairDataset if has_segments else PackedDataset
-        return kind(*rows, max_documents, not held_out, held_out, objective.token_flags, recipe.split)
+        num_packings = 1 if held_out else recipe.num_packings
+        return kind(*rows, max_documents, not held_out, held_out, objective.token_flags, recipe.split, num_packings)
     return SentencePairDataset(
         *rows, objective.row_layout, shuffle=not held_out, allow_short=held_out, token_bits=objective.token_flags
     )
@@ -165,8 +166,8 @@ def make_text_progress_fn(
             (by_length[stage.seq_length], max(min(end, steps) - stage.first_step, 0) * stage.step_rows)
             for stage, end in zip(stages, ends, strict=True)
         ]
-        passes = sum(count / source.num_rows for source, count in rows)
-        return TextProgress(round(sum(count * source.words_per_row for source, count in rows)), round(passes, 4))
+        words = sum(source.words_of(count) for source, count in rows)
+        return TextProgress(round(words), round(sum(source.passes_of(count) for source, count in rows), 4))
 
     return progress
 

@@ -21,6 +21,7 @@ import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
+from statistics import mean
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -578,7 +579,7 @@ def check_growing_weights(facts: LogFacts) -> Evidence | None:
     if len(rms) < 6 or not len(rates):
         return None
     first, last = float(rms.values[0]), float(rms.values[-1])
-    decay = facts.training.weight_decay * float(rates.values.mean()) * facts.last_step
+    decay = facts.training.weight_decay * facts.last_step * mean_decay_rate(rates, facts.training)
     if last < GROWN_WEIGHT_RMS or last < WEIGHT_GROWTH * first or decay > MIN_DECAY:
         return None
     return Evidence(
@@ -587,6 +588,14 @@ def check_growing_weights(facts: LogFacts) -> Evidence | None:
         "Muon's updates have a fixed norm, so weights grow until weight decay balances them, and then hardly change.",
         facts.command("--weight-decay 0.2"),
     )
+
+
+def mean_decay_rate(rates: Series, training: TrainingConfig) -> float:
+    """Return the mean, over the logged steps, of the rate that weight decay is multiplied by."""
+    from firth.train.weight_decay import weight_decay_factor_at  # imported here: torch takes seconds to load
+
+    steps, values = rates.steps.tolist(), rates.values.tolist()
+    return mean(x * weight_decay_factor_at(step - 1, training, x) for step, x in zip(steps, values, strict=True))
 
 
 def check_input_bound(facts: LogFacts) -> Evidence | None:

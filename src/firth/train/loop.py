@@ -45,8 +45,8 @@ from firth.train.checkpoint import (
     collect_payload,
     last_checkpoint,
     list_checkpoints,
+    load_average,
     load_best,
-    load_ema,
     load_guard_state,
     load_model_weights,
     load_optimizer,
@@ -59,7 +59,6 @@ from firth.train.compute import ComputeConfig
 from firth.train.diagnose import diagnose_divergence
 from firth.train.distributed import SINGLE_PROCESS, DistContext
 from firth.train.dtensor import find_shard_group, to_local
-from firth.train.ema import WeightEMA
 from firth.train.guard import Guard, StepOutcome
 from firth.train.log import NullLog, RunLog, TextProgress, read_last_losses, read_log
 from firth.train.optim import add_unfrozen_groups, learning_rate_at, make_optimizer
@@ -67,6 +66,7 @@ from firth.train.recipe import describe_tracked_run
 from firth.train.samples import SAMPLES_FILE, CheckpointSamples, NoSamples
 from firth.train.step import RecurrentStateDict, TrainingRun, build_step_runner, compile_ahead, sum_counts, train_step
 from firth.train.timings import TIMINGS_FILE, StepTimings
+from firth.train.weight_average import make_weight_average
 from firth.train.writer import CheckpointWriter
 
 STOP_GRACE_SECONDS = 3.0  # from a signal to the end of the process, where a step takes longer
@@ -98,7 +98,8 @@ class FitResult:
 def fit(run: TrainingRun, resume: bool = False) -> FitResult:
     """Train to the last step and return the results. `resume` starts from the last intact checkpoint.
 
-    With `score_fn` the model ends with the weights of its best evaluation, with `ema_decay` with averaged weights.
+    With `score_fn` the model ends with the weights of its best evaluation, with `ema_decay` or `tail_average` with
+    averaged ones.
     """
     training, model, dist_context = run.training, run.model, run.compute.dist_context
     checkpoint = find_resume_checkpoint(run) if resume else None
@@ -111,14 +112,14 @@ def fit(run: TrainingRun, resume: bool = False) -> FitResult:
     dist_context.prepare_model(model, training, run.compute)
     optimizer = make_optimizer(model, training, run.freeze_schedule)
     state, recurrent_state = TrainState(), RecurrentStateDict()
-    ema = WeightEMA(trainable_state(model), training.ema_decay) if training.ema_decay else None
+    average = make_weight_average(trainable_state(model), training) if training.averages_weights else None
     if checkpoint is not None:
         state, writer.last_saved = load_optimizer(checkpoint, model, optimizer), checkpoint.name
         recurrent_state = dist_context.select_local_rows(load_recurrent_state(checkpoint, run.compute.device))
         run.halvings = state.halvings
         guard.load_state_dict(load_guard_state(checkpoint, run.compute.device))
-        if ema:
-            ema.load_state(load_ema(checkpoint))
+        if average and state.num_averaged:
+            average.load_state(load_average(checkpoint), state.num_averaged)
         say(f"resuming from {checkpoint}")
         if dist_context.is_main_process and run.folder and checkpoint == list_checkpoints(run.folder)[0]:
             prune_checkpoints(run.folder, state, training.save_total_limit)  # a kill came before it
@@ -155,9 +156,10 @@ def fit(run: TrainingRun, resume: bool = False) -> FitResult:
     def save(own: DistContext = dist_context) -> None:
         """Save a checkpoint. With `own=SINGLE_PROCESS` no other process takes part."""
         log_pending()
-        state.halvings = run.halvings
+        state.halvings, state.num_averaged = run.halvings, average.count if average else 0
         if run.folder and own.broadcast(log.flush()):  # a checkpoint is never ahead of the log
-            rows, averages = own.gather_rows(recurrent_state), ema.averages if ema else {}
+            rows = own.gather_rows(recurrent_state)
+            averages = average.averages if average and average.count else {}
             writer.save(
                 collect_payload(model, optimizer, rows, averages, guard.state_dict()), state, before_write=log.fsync
             )
@@ -214,12 +216,12 @@ def fit(run: TrainingRun, resume: bool = False) -> FitResult:
                 compile_ahead(run, runner, optimizer, micro_batches, step)
                 run.deferred_init()
                 run.deferred_init = None
-                if ema:
-                    ema.load_state(trainable_state(model))
+                if average:
+                    average.load_state(trainable_state(model))
             train_step(run, runner, optimizer, micro_batches, step, lr, recurrent_state, guard, counts)
             state.step, state.tokens, state.data_hash = step + 1, state.tokens + counts["tokens"], data
-            if ema:
-                ema.update(step, guard.last_skipped)
+            if average:
+                average.update(step, training, guard.last_skipped)
 
             # every few steps: log, evaluate, save
             last = state.step == training.max_steps
@@ -248,7 +250,7 @@ def fit(run: TrainingRun, resume: bool = False) -> FitResult:
             writer.poll()
             if run.evaluate and (state.step % training.eval_steps == 0 or last):
                 log_pending()
-                with ema.average_parameters() if ema else nullcontext():
+                with average.average_parameters() if average else nullcontext():
                     with stop.computing(is_evaluating=True):
                         scores = run.evaluate(model)
                     scores = dist_context.broadcast(scores)
@@ -287,8 +289,8 @@ def fit(run: TrainingRun, resume: bool = False) -> FitResult:
                 log_pending()
                 break
     line.close()
-    if ema:
-        ema.apply()
+    if average:
+        average.apply()
     seconds, was_finished = time.monotonic() - speed.start.timestamp, speed.start.step == final_step(run, state)
     tokens_per_second, _ = speed.measure(state.step, state.tokens)
     best_is_earlier = state.best_step not in (0, state.step)

@@ -82,7 +82,8 @@ def make_param_groups(
     ordered = sorted(groups.items(), key=lambda item: (item[0][2], -item[0][0], item[1][0].ndim < 2))
     muon_scale = muon_lr_scale(training)
     return [
-        {"params": ps, "weight_decay": decay, "scale": scale * (muon_scale if muon else 1.0), "muon": muon}
+        {"params": ps, "weight_decay": decay, "initial_weight_decay": decay, "muon": muon}
+        | {"scale": scale * (muon_scale if muon else 1.0)}
         | ({"depth": depth} if freeze_schedule.groups_by_layer else {})
         for (scale, decay, muon, depth), ps in ordered
     ]

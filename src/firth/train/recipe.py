@@ -27,6 +27,7 @@ from firth.train.tracking import TrackedRun, TrackerName, check_tracker
 RecipeT = TypeVar("RecipeT")  # a recipe: a dataclass of plain values
 MAX_ROW_TOKENS = 2**16  # tokens: positions in a row are sorted as uint16
 MAX_STEP_TOKENS = 2**31  # tokens: more is a typing error
+MAX_PACKINGS = 10**4  # the same
 MAX_EPOCHS = 10**6  # the same
 AUTO_RATE = "auto"  # a learning rate that the run chooses
 MAX_RUN_MINUTES_OR_EPOCHS = 10**9  # minutes or epochs: more is a typing error
@@ -220,6 +221,14 @@ class TrainingConfig:
         shown_default="0.01; 0.2 for pretraining with muon",
         ge=0,
     )
+    weight_decay_schedule: Literal["learning-rate", "constant", "to-zero"] = recipe_field(
+        "learning-rate",
+        "Choose how weight decay changes: it follows the learning rate, stays constant from the first step to the "
+        "last, or follows the rate and falls to zero over the run as well.",
+    )
+    cautious_weight_decay: bool = recipe_field(
+        False, "Decay a weight only in steps that move it towards 0 anyway (adamw, muon)."
+    )
     adam_beta1: float = recipe_field(0.9, "Set beta1 of AdamW and LAMB.", ge=0, lt=1)
     adam_beta2: float = recipe_field(0.98, "Set beta2 of AdamW and LAMB.", ge=0, lt=1)
     adam_epsilon: float = recipe_field(1e-6, "Set epsilon of AdamW and LAMB.", gt=0)
@@ -233,6 +242,12 @@ class TrainingConfig:
     max_bad_steps: int = recipe_field(5, "Stop with a diagnosis after this many skipped steps in a row.", ge=1)
     ema_decay: float = recipe_field(
         0.0, "Keep an exponential moving average of the weights, to evaluate and save; 0 turns it off.", ge=0, lt=1
+    )
+    tail_average: float = recipe_field(
+        0.0,
+        "Average the weights over this last share of the steps, to evaluate and save; 0 turns it off.",
+        ge=0,
+        lt=1,
     )
     eval_steps: int = recipe_field(
         0, "Evaluate every N steps, and at the end; 0 uses a tenth of the run (pretraining).", ge=0
@@ -311,6 +326,11 @@ class TrainingConfig:
         return self.per_device_train_batch_size * self.gradient_accumulation_steps * self.processes
 
     @property
+    def averages_weights(self) -> bool:
+        """Whether the run keeps an average of the weights: one more copy of them."""
+        return bool(self.ema_decay or self.tail_average)
+
+    @property
     def shards_model(self) -> bool:
         """Whether each process holds a part of the model."""
         return self.parallel in ("fsdp", "hsdp")
@@ -340,6 +360,10 @@ class TrainingConfig:
             raise UserError("fp16 and bf16 exclude each other: choose one.")
         if self.fp8 and self.fp16:
             raise UserError("fp8 needs bf16: leave fp16 out.")
+        if self.ema_decay and self.tail_average:
+            raise UserError("ema_decay and tail_average are two averages of the weights: leave one out.")
+        if self.cautious_weight_decay and self.optim not in ("adamw", "muon"):
+            raise UserError(f"cautious_weight_decay needs --optim adamw or muon; this run has {self.optim}.")
         if self.muon_learning_rate and self.optim != "muon":
             raise UserError(f"muon_learning_rate needs --optim muon; this run has {self.optim}.")
         if self.muon_learning_rate and not self.learning_rate:
@@ -402,6 +426,13 @@ class Recipe(TrainingConfig):
     )
     split: Literal["token", "sentence"] = recipe_field(
         "token", "Split documents longer than a row: token where the row is full, sentence at a sentence end."
+    )
+    num_packings: int = recipe_field(
+        1,
+        "Pack and cut the documents anew in each of the first N passes over the text, then repeat these; 1 gives every "
+        "pass the same rows.",
+        ge=1,
+        le=MAX_PACKINGS,
     )
     sources: dict[str, str] = field(default_factory=dict)  # instead of `data`: folders of shards to mix, by name
     mix: dict[str, float] = field(default_factory=dict)  # share of each source
@@ -489,6 +520,18 @@ class Recipe(TrainingConfig):
                 "objective.num_static_masks reuses masks of repeated rows, and order=stream repeats none: set it to 0."
             )
 
+    def check_packings(self) -> None:
+        """Check that rows are packed documents, where several packings are set."""
+        if self.num_packings == 1:
+            return
+        if self.order == "stream" or self.objective.row_layout not in ("packed", "segments"):
+            what = "order=stream" if self.order == "stream" else type(self.objective).__name__
+            raise UserError(f"num_packings is for rows of packed documents, not for {what}: leave it out.")
+        if isinstance(self.objective, MLM) and self.objective.num_static_masks:
+            raise UserError(
+                "objective.num_static_masks reuses masks of repeated rows: set it to 0, or num_packings to 1."
+            )
+
     def check_recurrent(self) -> None:
         """Check that an LSTM supports the objective: it reads in one direction or in both, without a mask."""
         spec, objective, family = self.model.recurrent, self.objective, self.model.family
@@ -541,6 +584,7 @@ class Recipe(TrainingConfig):
         """Check each field, and that model, objective and row length fit together."""
         super().check()
         self.check_order()
+        self.check_packings()
         self.check_ramps()
         if self.engine.weights == "bf16" and (self.teacher or self.memory):
             raise UserError("engine.weights=bf16 does not support a teacher or a memory: remove it.")

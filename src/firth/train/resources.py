@@ -60,7 +60,7 @@ def estimate_resources(config: ModelConfig, training: TrainingConfig, trainable_
     weights = sum(p.numel() for p in model.parameters())
     trained = round(weights * trainable_share)
     state = round(optimizer_numbers(model, training.optim) * trainable_share)
-    average = trained if training.ema_decay else 0
+    average = trained if training.averages_weights else 0
     return ResourceEstimate(
         weights,
         FLOAT_BYTES * (weights + trained + state + average),

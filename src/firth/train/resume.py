@@ -7,7 +7,7 @@ the same recipe, the same data and the complete state.
   differences unless `--allow-change`. Settings that the checkpoint's tensors depend on can never change.
 - Data: batches are a pure function of (shards, seed, step), so there is no reader position to restore.
   `verify_same_shards` compares checksums, because other shards would silently give other batches.
-- State: weights, optimizer, recurrent state, EMA and guard come from the last intact checkpoint (`loop.py`).
+- State: weights, optimizer, recurrent state, average and guard come from the last intact checkpoint (`loop.py`).
 
 Rewind (`--resume --rewind N`) is the remedy for divergence that PaLM used (Chowdhery et al. 2022, section 5.1): restart
 from a checkpoint before the spike and skip the batches between. `rewind_run` removes the newer checkpoints and adds the
@@ -46,7 +46,7 @@ RESOLVED_FIELDS = (
     "skips",
 )
 # Fields that decide which tensors a checkpoint holds: they cannot change within a run.
-IMMUTABLE_FIELDS = ("model", "optim", "ema_decay", "order", "memory", "tokenizer")
+IMMUTABLE_FIELDS = ("model", "optim", "ema_decay", "tail_average", "order", "memory", "tokenizer")
 # Fields that decide where a step is computed and shown: they may change, as checkpoints do not depend on them.
 COMPUTE_FIELDS = ("parallel", "shard_size", "cpu_offload", "device", "report_to", "push_to_hub", "public", "samples")
 # Fields whose product is the global batch size, which a run keeps.

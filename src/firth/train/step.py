@@ -52,6 +52,7 @@ from firth.train.recipe import FreezeSchedule, TrainingConfig
 from firth.train.replan import Replan
 from firth.train.samples import SampleFn
 from firth.train.step_runner import LossFn, StepRunner
+from firth.train.weight_decay import cautious_decay, schedule_weight_decay, weight_decay_factor_at
 
 RECOMPILE_LIMIT = 64  # batch shapes that torch.compile may specialise on
 RECOMPUTE_MIN_PARAMETERS = 500_000_000  # model size from which activations are recomputed by default
@@ -166,12 +167,15 @@ def train_step(
         group["lr"] = learning_rate * group.get("scale", 1.0)
         if run.layer_rate is not None:
             group["lr"] *= run.layer_rate(step, group["depth"])
+    schedule_weight_decay(optimizer, weight_decay_factor_at(step, run.training, learning_rate))
     if skip is not None:
         skip = skip.to(next(run.model.parameters()).device)  # with CPU offload the parameters are on the host
     updates_replica = isinstance(optimizer, AdamW) and bool(optimizer.replicas)  # it writes the bf16 weights too
     optimizer.found_inf = skip  # type: ignore[attr-defined]  # torch's name: fused optimizers skip the update
+    is_cautious = run.training.cautious_weight_decay
     try:
-        optimizer.step()
+        with cautious_decay(optimizer) if is_cautious else nullcontext():
+            optimizer.step()
     except RuntimeError as e:
         if not is_out_of_memory(e):
             raise
@@ -179,7 +183,7 @@ def train_step(
             "Out of memory for the optimizer state. --optim adafactor needs little, --parallel fsdp --cpu-offload "
             "keeps it in host memory, and a smaller model has less."
         ) from e
-    runner.end_step(updates_replica)
+    runner.end_step(updates_replica and not is_cautious)
     optimizer.zero_grad(set_to_none=runner.frees_gradients)
     return total
 
