@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 from pathlib import Path
 
@@ -18,6 +19,7 @@ BAD_JSON = {
     "no value": ('{\n"a": 1,\n"b": }', "f:3:6: not JSON (Expecting value)."),
     "5,000 digits": ('{\n"a": ' + 5000 * "9" + "}", "f:2: not JSON (Exceeds the limit (4300 digits))."),
     "100,000 brackets": (100_000 * "[", "f: not JSON (lists or objects are nested too deeply)."),
+    "101 brackets": (101 * "[" + 101 * "]", "f: not JSON (lists or objects are nested too deeply)."),
 }
 BAD_YAML = {
     "two colons": ("x: 1\na: b: c", "f:2:5: not valid YAML (mapping values are not allowed here)."),
@@ -31,6 +33,7 @@ BAD_YAML = {
     "a key twice": ("a: 1\nb: 2\na: 3", "f:3:1: not valid YAML (the key a occurs twice)."),
     "a control character": ("a: 1\nb: \x00", "f:2: not valid YAML (the character 0x0 is not allowed)."),
     "10,000 brackets": (10_000 * "{a: ", "f: not valid YAML (lists or objects are nested too deeply)."),
+    "101 brackets": (101 * "[" + 101 * "]", "f: not valid YAML (lists or objects are nested too deeply)."),
     "aliases of aliases": (ALIASES, "f: its aliases stand for more than 100,000 values"),
     "an alias in itself": ("a: &a [*a]", "f: its aliases stand for more than 100,000 values, or for themselves."),
 }
@@ -58,6 +61,12 @@ def test_bad_yaml_is_one_line(case: str) -> None:
         parse_yaml(text, "f")
     assert str(caught.value).startswith(message)
     assert "\n" not in str(caught.value)
+
+
+def test_what_is_not_too_deep() -> None:
+    text = 100 * "[" + 100 * "]"
+    assert parse_json(text, "f") == parse_yaml(text, "f") == json.loads(text)
+    assert len(parse_json("[" + 1000 * "[]," + "[]]", "f")) == 1001
 
 
 def test_yaml_values() -> None:

@@ -428,6 +428,28 @@ def test_an_output_is_whole_or_absent(topics: Path, tmp_path: Path) -> None:
     assert sorted(path.name for path in tmp_path.iterdir()) == ["in.jsonl", "out.jsonl"]
 
 
+def test_columns_that_no_encoder_writes_and_no_recursion_reads(topics: Path, tmp_path: Path) -> None:
+    data, output = tmp_path / "in.jsonl", tmp_path / "out.csv"
+    data.write_text('{"text": "We saw \\ud800", "no\\udc80te": "x\\ud800"}\n')
+    call("predict", topics, "--data", data, "--output", output)
+    with output.open(encoding="utf-8", newline="") as file:
+        (row,) = csv.DictReader(file)
+    assert (row["text"], row["no\ufffdte"]) == ("We saw \ufffd", "x\ufffd")
+    data.write_text('{"text": "We saw", "note": ' + 400 * "[" + 400 * "]" + "}\n")
+    with pytest.raises(UserError, match=r"in\.jsonl:1: not JSON \(lists or objects are nested too deeply\)"):
+        call("predict", topics, "--data", data, "--output", output, "--overwrite")
+
+
+def test_the_inputs_are_not_overwritten(topics: Path, tmp_path: Path) -> None:
+    data, link = tmp_path / "in.jsonl", tmp_path / "link.jsonl"
+    data.write_text('{"text": "We saw"}\n')
+    link.symlink_to(data)
+    for output in (data, link):
+        with pytest.raises(UserError, match="is the file that --data reads"):
+            call("predict", topics, "--data", data, "--output", output, "--overwrite")
+    assert data.read_text() == '{"text": "We saw"}\n'
+
+
 @pytest.mark.parametrize(
     ("task", "asked", "message"),
     [

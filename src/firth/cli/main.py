@@ -394,7 +394,7 @@ def predict(
     if output is not None:
         from firth.evaluate.predict_output import check_output_file
 
-        check_output_file(Path(output), overwrite)
+        check_output_file(Path(output), overwrite, data)
     if not text and not data and sys.stdin.isatty():
         raise UserError("There is nothing to predict for: give texts as arguments, --data FILE, or lines on stdin.")
     from firth.evaluate.predict import CHUNK_BATCHES, Predictor

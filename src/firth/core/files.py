@@ -146,12 +146,20 @@ def replace_nonfinite(value: Any) -> Any:
     return [replace_nonfinite(part) for part in value] if isinstance(value, list | tuple) else value
 
 
+def open_regular(path: Path) -> IO[bytes]:
+    """Open a file for reading; a UserError for a pipe, which would wait for a writer, and for a device without end."""
+    fd = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+    if not stat.S_ISREG(os.fstat(fd).st_mode):
+        os.close(fd)
+        raise UserError(f"{path}: not a file.")
+    return open(fd, "rb")
+
+
 def read_utf8(path: Path) -> str:
     """Return the text of a file; a UserError if it cannot be read or is not UTF-8."""
     try:
-        if path.exists() and not path.is_file():  # opening a FIFO would wait for a writer
-            raise UserError(f"{path}: not a file.")
-        return path.read_bytes().decode("utf-8-sig")
+        with open_regular(path) as file:
+            return file.read().decode("utf-8-sig")
     except FileNotFoundError:
         raise UserError(f"{path}: no such file.") from None
     except OSError as e:

@@ -21,6 +21,7 @@ from yaml.nodes import MappingNode, Node, ScalarNode
 from firth.core.errors import UserError
 
 MAX_YAML_VALUES = 100_000  # scalars, lists and mappings, each alias counted with its content
+MAX_DEPTH = 100  # of lists and objects in each other: code that walks them recurses
 MAX_INT_BITS = 1024  # a larger whole number is no float either, and Python does not print 4,300 digits
 LONG_NUMBER = re.compile(r"\d{4000}")
 TOO_DEEP = "lists or objects are nested too deeply"
@@ -30,7 +31,10 @@ STRING_TAG, MERGE_TAG, TIMESTAMP_TAG = (f"tag:yaml.org,2002:{name}" for name in 
 def parse_json(text: str, name: str, line_number: int | None = None) -> Any:
     """Parse the JSON of a file; with `line_number`, of one line in it."""
     try:
-        return json.loads(text)
+        value = json.loads(text)
+        if text.count("[") + text.count("{") > MAX_DEPTH and _is_too_deep(value):
+            raise RecursionError
+        return value
     except json.JSONDecodeError as e:
         reason, location = e.msg, f":{e.lineno}:{e.colno}"
     except ValueError as e:
@@ -59,6 +63,8 @@ def parse_yaml(text: str, name: str) -> Any:
         raise UserError(f"{name}: not valid YAML ({TOO_DEEP}).") from None
     if _count_values(value, {}) > MAX_YAML_VALUES:
         raise UserError(f"{name}: its aliases stand for more than {MAX_YAML_VALUES:,} values, or for themselves.")
+    if _is_too_deep(value):
+        raise UserError(f"{name}: not valid YAML ({TOO_DEEP}).")
     return value
 
 
@@ -93,6 +99,17 @@ _Loader.yaml_implicit_resolvers = {
     first: [(tag, pattern) for tag, pattern in resolvers if tag != TIMESTAMP_TAG]
     for first, resolvers in yaml.SafeLoader.yaml_implicit_resolvers.items()
 }
+
+
+def _is_too_deep(value: Any) -> bool:
+    """Whether a value has lists and objects in each other, more than `MAX_DEPTH` of them."""
+    level = [value]
+    for _ in range(MAX_DEPTH + 1):
+        level = [part for part in level if isinstance(part, list | dict)]
+        if not level:
+            return False
+        level = [item for part in level for item in (part.values() if isinstance(part, dict) else part)]
+    return True
 
 
 def _count_values(value: Any, counts: dict[int, int]) -> int:

@@ -21,13 +21,15 @@ SHOWN_VECTOR_NUMBERS = 4
 CUT_MARK = " [cut]"  # behind an answer that reached its maximum length
 
 
-def check_output_file(path: Path, overwrite: bool) -> None:
-    """Refuse another format than .jsonl, .csv and .tsv, and a file that exists."""
+def check_output_file(path: Path, overwrite: bool, data: str | None = None) -> None:
+    """Refuse another format than .jsonl, .csv and .tsv, a file that exists, and the file `data` that is read."""
     if data_extension(path) != path.suffix.lower() or path.suffix.lower() not in (".jsonl", *TABLE_DELIMITERS):
         raise UserError(f"--output {path}: predictions are written to .jsonl, .csv or .tsv.")
     check_writable(path.parent)
     if path.exists() and not overwrite:
         raise UserError(f"{path} exists already. Name another --output, or pass --overwrite.")
+    if data is not None and path.exists() and Path(data).exists() and path.samefile(data):
+        raise UserError(f"--output {path} is the file that --data reads. Name another --output.")
 
 
 def write_predictions(path: Path, predictions: Iterable[tuple[TaskInput, dict[str, Any]]]) -> int:

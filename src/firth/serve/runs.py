@@ -28,7 +28,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from firth.core.errors import UserError, did_you_mean, quote
-from firth.core.files import read_json, read_yaml
+from firth.core.files import open_regular, read_json, read_yaml
 from firth.train.folder import LOCK_FILE
 from firth.train.log import is_log_line, token_loss_name
 from firth.train.samples import SAMPLES_FILE, read_samples
@@ -108,10 +108,8 @@ class WatchedRun:
             known = file.stat()
             if (known.st_ino, known.st_size) == self.log_stamp:
                 return
-            with file.open("rb") as opened:
+            with open_regular(file) as opened:
                 facts = os.fstat(opened.fileno())
-                if not stat.S_ISREG(facts.st_mode):
-                    return
                 if facts.st_ino != self.inode or facts.st_size < self.offset:
                     self.version, self.rows, self.inode = self.version + 1, [], facts.st_ino
                     self.offset = self.num_lines = 0
@@ -126,7 +124,7 @@ class WatchedRun:
                     self.offset += len(whole) + 1
                     for line in whole.split(b"\n"):
                         self.add_line(line)
-        except OSError:
+        except (OSError, UserError):
             return
         if self.rows:
             step, tokens = self.rows[-1][0], next((row[4] for row in reversed(self.rows) if row[4] is not None), 0)
@@ -247,10 +245,10 @@ class TimingsTail:
                 return
             if facts.st_ino != self.inode or facts.st_size < self.offset:  # a resumed run writes its file anew
                 self.begin_anew(facts.st_ino)
-            with self.file.open("rb") as opened:
+            with open_regular(self.file) as opened:
                 opened.seek(self.offset)
                 whole, end, _ = opened.read(MAX_READ_BYTES).rpartition(b"\n")
-        except OSError:
+        except (OSError, UserError):
             return
         if end:
             self.offset += len(whole) + 1

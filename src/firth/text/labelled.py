@@ -164,12 +164,14 @@ def replace_surrogates_in_records(records: Iterable[tuple[int, dict[str, Any]]],
 
 
 def replace_surrogates_in_value(value: Any) -> Any:
-    """Replace lone surrogates in every string of a nested value."""
+    """Replace lone surrogates in every string of a nested value, keys included."""
     if isinstance(value, str):
         return value if value.isascii() else replace_lone_surrogates(value)
     if isinstance(value, list):
         return [replace_surrogates_in_value(item) for item in value]
-    return {key: replace_surrogates_in_value(item) for key, item in value.items()} if isinstance(value, dict) else value
+    if isinstance(value, dict):
+        return {replace_surrogates_in_value(key): replace_surrogates_in_value(item) for key, item in value.items()}
+    return value
 
 
 def read_file_records(path: Path, task: str, encoding: str) -> NumberedRecords:

@@ -11,7 +11,7 @@ from types import TracebackType
 from typing import Any, NamedTuple
 
 from firth.core.console import format_count, warn
-from firth.core.files import open_in_place, replace_nonfinite, write_text
+from firth.core.files import open_in_place, open_regular, replace_nonfinite, write_text
 from firth.train.tracking import TrackedRun, TrackerProcess
 
 # keys of every step
@@ -121,7 +121,8 @@ def read_log(path: Path) -> list[dict[str, Any]]:
 def parse_log(path: Path) -> tuple[list[dict[str, Any]], int]:
     """Return the whole lines of a log and the number of damaged ones, without a last line that a crash truncated."""
     lines, num_damaged = [], 0
-    *ended, last = path.read_bytes().split(b"\n")
+    with open_regular(path) as file:
+        *ended, last = file.read().split(b"\n")
     for text in (*ended, last):
         try:
             line = json.loads(text.decode())
