@@ -107,7 +107,12 @@ def test_old_text_keeps_its_ids_and_transformers_its_logits(adapted: dict[str, A
 
 
 def test_a_stopped_run_resumes_to_equal_bits(
-    adapted: dict[str, Any], decoder: Path, domain: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    adapted: dict[str, Any],
+    decoder: Path,
+    domain: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     make_batch = dataloader.make_batch
 
@@ -122,6 +127,16 @@ def test_a_stopped_run_resumes_to_equal_bits(
         with pytest.raises(KeyboardInterrupt):
             api.adapt(decoder, domain, tmp_path / "run", **settings)
     assert not (tmp_path / "run" / "final").exists()
+    state = tmp_path / "run" / "adapt.json"
+    whole = state.read_text()
+    state.write_text(whole.replace('"nats": [\n', '"nats": [\n1', 1))
+    with monkeypatch.context() as patched:  # a damaged file is not believed: the model is measured again
+        patched.setattr(dataloader, "make_batch", stop)
+        with pytest.raises(KeyboardInterrupt):
+            api.adapt(decoder, domain, tmp_path / "run", resume=True, **settings)
+    assert "adapt.json" in capsys.readouterr().err
+    volatile = {"seconds": 0, "content_sha256": ""}
+    assert json.loads(state.read_text()) | volatile == json.loads(whole) | volatile
     with monkeypatch.context() as patched:  # what was measured before is not measured again
         patched.setattr("firth.lab.adapt.choose_new_tokens", None)
         again = api.adapt(decoder, domain, tmp_path / "run", resume=True, **settings)
@@ -185,6 +200,31 @@ def test_the_text_of_a_run_is_found(decoder: Path, corpus_file: Path, tmp_path: 
     assert isinstance(from_shards[0], ShardText)
     replayed = {d.text for d in ReplayDocuments(from_shards[0], 1.0)}
     assert replayed == {d.text for d, held_out in from_shards[0] if not held_out}
+
+
+def test_a_source_of_somebody_else(decoder: Path, corpus_file: Path, tmp_path: Path) -> None:
+    """A file of another size is not what the run has read; wrong types and circles are no tracebacks."""
+    (tmp_path / "final").mkdir()
+    file, size = tmp_path / "source.json", corpus_file.stat().st_size
+    facts = {"data": [str(corpus_file)], "bytes": size}
+
+    def found(**changes: Any) -> Any:
+        file.write_text(json.dumps(facts | changes))
+        return find_own_text(tmp_path / "final")
+
+    assert found()[1] == str(corpus_file)
+    for wrong in (size + 1, None):
+        assert found(bytes=wrong) is None
+    circle = found(general_from=str(tmp_path))
+    assert circle[1] == str(corpus_file), "each run once"
+    mistakes: dict[str, Any] = {"data": 3, "general": {"a": 1}, "general_from": 5, "held_out": "x", "encoding": 7}
+    for name, value in mistakes.items():
+        with pytest.raises(UserError, match=rf"source\.json: {name}"):
+            found(**{name: value})
+    file.unlink()
+    for recipe in ("sources: 3", "data: [a, b]", "sources: {a: 1}"):
+        (tmp_path / "recipe.yaml").write_text(recipe)
+        assert find_own_text(tmp_path / "final") is None
 
 
 def test_a_sample_is_a_function_of_the_text(corpus_file: Path, tmp_path: Path) -> None:

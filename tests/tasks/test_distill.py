@@ -29,6 +29,7 @@ from firth.tasks.registry import make_task
 from firth.tasks.shape_buckets import BatchShape, batch_shape, pad_batch
 from firth.text import Example
 from firth.tokens import load_tokenizer
+from firth.train.folder import check_run_folder
 
 T = 3.0
 
@@ -192,6 +193,7 @@ def test_unlabelled_text_and_copies_and_exact_resume(
     unlabeled: Path,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     student = checkpoint_of("bert")
     options = {"teacher": str(teacher), "unlabeled": str(unlabeled), "augment": 2, "distill_alpha": 0.8, "shots": 12}
@@ -204,8 +206,20 @@ def test_unlabelled_text_and_copies_and_exact_resume(
         run_student(toy, student, tmp_path / "cut", **options)
     monkeypatch.undo()
     made = (tmp_path / "cut" / "augmented.jsonl").stat().st_mtime_ns
-    run_student(toy, student, tmp_path / "cut", resume=True, **options)
+    with monkeypatch.context() as patch:
+        stop_after(patch, 2)
+        with pytest.raises(KeyboardInterrupt):
+            run_student(toy, student, tmp_path / "cut", resume=True, **options)
     assert (tmp_path / "cut" / "augmented.jsonl").stat().st_mtime_ns == made, "copies are not made again"
+    for name in ("augmented.jsonl", "teacher.npy"):
+        data = (tmp_path / "cut" / name).read_bytes()
+        (tmp_path / "cut" / name).write_bytes(data[:-9] + bytes([data[-9] ^ 1]) + data[-8:])
+    run_student(toy, student, tmp_path / "cut", resume=True, **options)
+    said = " ".join(capsys.readouterr().err.split())
+    for name in ("augmented.jsonl", "teacher.npy"):
+        assert f"{name} is missing or does not match its checksum. It is made again." in said
+        assert (tmp_path / "cut" / name).read_bytes() == (tmp_path / "whole" / name).read_bytes()
+    check_run_folder(tmp_path / "cut", resume=False, overwrite=True, inputs=())  # all its files are a run's
     a, b = weights(tmp_path / "whole"), weights(tmp_path / "cut")
     assert all(torch.equal(a[name], b[name]) for name in a)
     unlabeled_text = unlabeled.read_text()

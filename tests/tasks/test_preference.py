@@ -34,6 +34,7 @@ from firth.tasks.preference import (
 )
 from firth.text import Example, read_labelled
 from firth.tokens import Tokenizer
+from firth.train.folder import check_run_folder
 from firth.train.step_runner import metric_means
 
 PAIRS = [
@@ -339,6 +340,7 @@ def test_tuning_prefers_the_chosen_answers_and_resumes_exactly(
     assert json.loads((tmp_path / "run" / "seed-0" / "results.json").read_text())["scores"]["kl"] >= 0
     assert found["mean"] == 1.0 if rows == "pairs" else found["mean"] > 0.6
     log = [json.loads(line) for line in (tmp_path / "run" / "seed-0" / "log.jsonl").read_text().splitlines()]
+    check_run_folder(tmp_path / "run", resume=False, overwrite=True, inputs=())  # all its files are a run's
     losses = [line["loss"] for line in log if "loss" in line]
     assert losses[0] == pytest.approx(math.log(2) if loss == "dpo" else 0.5, abs=0.02)
     assert losses[-1] < losses[0]

@@ -24,11 +24,13 @@ from firth.models import get_preset
 from firth.recipes import finetuning_defaults, with_rate_candidates
 from firth.recipes.finetuning import FINETUNE_RECIPES, SEARCH_DIMENSIONS
 from firth.tasks import FinetuneRecipe, finetune, trial_runs
-from firth.tasks.rate_trial import FIELDS_OUTSIDE_TRIALS, checksum_trial_recipe, load_trials
+from firth.tasks.rate_trial import FIELDS_OUTSIDE_TRIALS, checksum_trial_recipe
 from firth.tasks.recipe import TaskData
 from firth.tasks.search import Search, SearchTrial, find_search_obstacle, plan_search, run_halving
 from firth.train import load_recipe, save_recipe
+from firth.train.folder import check_run_folder
 from firth.train.recipe import EngineConfig
+from firth.train.resume import read_intermediate
 
 finetuning = importlib.import_module("firth.tasks.finetune")  # the name in firth.tasks is the function
 Checkpoints = Callable[[str], Path]
@@ -176,7 +178,7 @@ def test_a_stopped_search_makes_the_same_choice_from_any_trial(tmp_path: Path) -
     assert len(saved) == len(straight.trials) == 21
     for search in saved:
         search.save(tmp_path / "search.json")
-        stored = load_trials(tmp_path / "search.json", Search)
+        stored = read_intermediate(tmp_path / "search.json", Search)
         assert stored is not None
         assert plan.same_plan(stored)
         tried: list[tuple[int, int]] = []
@@ -289,7 +291,7 @@ SAME_FILES = ("final/model.safetensors", "predictions.jsonl", "seed-0/log.jsonl"
 def assert_same_run(a: Path, b: Path) -> None:
     for name in SAME_FILES:
         assert (a / name).read_bytes() == (b / name).read_bytes(), name
-    assert load_trials(a / "search.json", Search) == load_trials(b / "search.json", Search)
+    assert read_intermediate(a / "search.json", Search) == read_intermediate(b / "search.json", Search)
     stored = [load_recipe(folder / "recipe.yaml", FinetuneRecipe) for folder in (a, b)]
     assert replace(stored[0], output_dir="") == replace(stored[1], output_dir="")
 
@@ -333,6 +335,7 @@ def test_a_run_end_to_end(
     assert page.count('<svg class="chart') == 4, "two rungs, the settings and the finalists"
     for words in ("search has never read dev", "and so too good on average", "learning rate", "rung reached", "on dev"):
         assert words in page
+    check_run_folder(tmp_path / "run", resume=False, overwrite=True, inputs=())  # all its files are a run's
     assert "search.html shows what was tried" in (tmp_path / "run" / "report.html").read_text(encoding="utf-8")
     recipe = load_recipe(tmp_path / "run" / "recipe.yaml", FinetuneRecipe)
     chosen = search["settings"][search["chosen"]]
@@ -365,7 +368,7 @@ def test_a_run_stopped_in_a_trial_resumes_exactly(
         monkeypatch.setattr(trial_runs, "fit", stop_at(number))
         with pytest.raises(Interrupted):
             finetune(plan(), resume=finished > 1)
-        search = load_trials(tmp_path / "run" / "search.json", Search)
+        search = read_intermediate(tmp_path / "run" / "search.json", Search)
         assert search is not None
         assert len(search.trials) == finished
         assert not (tmp_path / "run" / "seed-0").exists()

@@ -6,6 +6,7 @@ import importlib
 import os
 import shutil
 from collections.abc import Callable
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from firth.tokens import ShardSet
 from firth.train import Recipe, TrainingRun, pretrain
 from firth.train.checkpoint import remove_best
 from firth.train.log import RunLog, read_log
+from firth.train.resume import read_intermediate, write_intermediate
 
 pretraining = importlib.import_module("firth.train.pretrain")  # the name in firth.train is the function
 Recipes = Callable[..., Recipe]
@@ -51,6 +53,44 @@ def test_damaged_lines_of_a_log_are_removed(damage: bytes, tmp_path: Path, capsy
     assert "log.jsonl: 1 damaged line is removed" in capsys.readouterr().err
     with RunLog(path, 2):
         assert capsys.readouterr().err == ""
+
+
+@pytest.mark.parametrize("kind", ["pipe", "device"])
+def test_a_log_that_never_ends_is_refused(kind: str, tmp_path: Path) -> None:
+    path = tmp_path / "log.jsonl"
+    if kind == "pipe":
+        os.mkfifo(path)
+    else:
+        path.symlink_to("/dev/zero")
+    for read in (read_log, lambda path: RunLog(path, 0)):
+        with pytest.raises(UserError, match=r"log\.jsonl: not a file"):
+            read(path)
+
+
+def test_intermediate_results_are_read_as_they_were_written_or_not_at_all(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    @dataclass(frozen=True)
+    class Trials:
+        losses: tuple[float, ...]
+
+    file = tmp_path / "trials.json"
+    assert read_intermediate(file, Trials) is None
+    write_intermediate(file, asdict(Trials((0.5, 1 / 3))))
+    assert read_intermediate(file, Trials) == Trials((0.5, 1 / 3))
+    assert capsys.readouterr().err == ""
+    whole = file.read_text()
+    damaged = {
+        "a digit": whole.replace("0.5", "0.4"),
+        "cut": whole[:-9],
+        "another file": '{"losses": [0.5]}',
+        "no object": "[]",
+        "another form": None,
+    }
+    for name, text in damaged.items():
+        file.write_text(text) if text is not None else write_intermediate(file, {"losses": ["x"]})
+        assert read_intermediate(file, Trials) is None, name
+        assert "trials.json" in capsys.readouterr().err, name
 
 
 def test_a_run_resumes_beside_damaged_files(recipe_of: Recipes, capsys: pytest.CaptureFixture[str]) -> None:

@@ -14,8 +14,8 @@ from firth.commands.results import AdaptResult
 from firth.commands.shards import write_shards
 from firth.core.console import report_errors, say, warn
 from firth.core.errors import UserError, quote
-from firth.core.files import find_corruption, format_bytes, read_object, write_json, write_results
-from firth.core.serialization import from_dict, to_dict
+from firth.core.files import find_corruption, format_bytes, write_results
+from firth.core.serialization import to_dict
 from firth.models.hf.config_io import read_stored_objective
 from firth.text import HELD_OUT_FRACTION, Corpus, load_salient_finder
 from firth.text.corpus import STDIN_PATH
@@ -74,11 +74,19 @@ def adapt(
     if not 0 < held_out < 1:
         raise UserError(f"--held-out is {held_out:g}, and must be between 0 and 1: the model is measured on this text.")
     from firth.evaluate.companions import COMPANIONS
-    from firth.lab.adapt import check_adaptable, collect_results, measure_model, say_measures
+    from firth.lab.adapt import (
+        AdaptStart,
+        check_adaptable,
+        choose_measured_bytes,
+        collect_results,
+        measure_model,
+        say_measures,
+    )
     from firth.lab.adapt_page import write_adaptation_report
     from firth.lab.adapt_texts import CorpusText, check_sample, replay_epochs, sample_held_out
     from firth.train import pretrain_in_folder, run_folder
     from firth.train.folder import check_run_folder
+    from firth.train.resume import read_intermediate
 
     check_adaptable(source)
     texts, general_texts = as_paths(data), as_paths(general)
@@ -119,12 +127,13 @@ def adapt(
             "replay_share": replay_share,
         }
         check_same_source(folder / "source.json", record)
-        measured_bytes = read_measured_bytes(folder, source)
+        earlier = read_intermediate(folder / STATE_FILE, AdaptStart)  # its bytes: that machine may have been faster
+        measured_bytes = choose_measured_bytes(source) if earlier is None else earlier.measured_bytes
         samples = {"domain": sample_held_out(domain_text, measured_bytes, "the domain text")}
         check_sample(samples["domain"], "--data")
         if general_text is not None:
             samples |= sample_general(general_text, measured_bytes, general_name)
-        begun = begin(folder, source, domain_text, samples, measured_bytes, requested)
+        begun = begin(folder, source, domain_text, samples, measured_bytes, requested, earlier)
         start = folder / START_FOLDER if begun.new_tokens else source
         clock.save()
         salient = load_salient_finder("default") if checked.data_source.marks_salient else None
@@ -203,8 +212,8 @@ def open_general(
         say(f"general text: {found[1]}, which {checkpoint} was trained on")
         return found
     warn(
-        f"{checkpoint} does not say which text it was trained on, or that text is gone: forgetting cannot be measured, "
-        "and nothing can be replayed. --general TEXT names text of that kind."
+        f"{checkpoint} does not say which text it was trained on, or that text is gone or has changed: forgetting "
+        "cannot be measured, and nothing can be replayed. --general TEXT names text of that kind."
     )
     return None, ""
 
@@ -222,14 +231,6 @@ def sample_general(text: SplitText, measured_bytes: int, name: str) -> dict[str,
     return {"general": sample}
 
 
-def read_measured_bytes(folder: Path, checkpoint: Path) -> int:
-    """Return the bytes to measure on: those of the measurement before a resume, which ran on this machine or not."""
-    from firth.lab.adapt import choose_measured_bytes
-
-    file = folder / STATE_FILE
-    return int(read_object(file)["measured_bytes"]) if file.is_file() else choose_measured_bytes(checkpoint)
-
-
 def begin(
     folder: Path,
     checkpoint: Path,
@@ -237,8 +238,12 @@ def begin(
     samples: Mapping[str, TextSample],
     measured_bytes: int,
     requested: int | None,
+    earlier: AdaptStart | None,
 ) -> AdaptStart:
-    """Measure the checkpoint, choose new tokens, and write the weights to start from; a resumed run reads all this."""
+    """Measure the checkpoint, choose new tokens, and write the weights to start from.
+
+    A resumed run takes all this from its `earlier` part.
+    """
     from firth.lab.adapt import (
         AdaptStart,
         choose_new_tokens,
@@ -247,12 +252,11 @@ def begin(
         say_measures,
         write_start,
     )
+    from firth.train.resume import write_intermediate
 
-    file, start = folder / STATE_FILE, folder / START_FOLDER
-    if file.is_file():
-        begun = from_dict(read_object(file), AdaptStart, str(file))
-        if not begun.new_tokens or find_corruption(start) is None:
-            return begun
+    start = folder / START_FOLDER
+    if earlier is not None and (not earlier.new_tokens or find_corruption(start) is None):
+        return earlier
     began = time.monotonic()
     before = measure_model(checkpoint, samples)
     seconds = time.monotonic() - began
@@ -271,7 +275,7 @@ def begin(
         decision=choice.reason,
     )
     say_measures("with new tokens, untrained", begun.start)
-    write_json(file, to_dict(begun))
+    write_intermediate(folder / STATE_FILE, to_dict(begun))
     return begun
 
 

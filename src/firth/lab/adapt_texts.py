@@ -17,6 +17,7 @@ from typing import Any, Protocol
 from firth.core.console import track
 from firth.core.errors import UserError
 from firth.core.files import read_object
+from firth.core.serialization import from_dict
 from firth.text import CORPUS_OPTIONS, HELD_OUT_FRACTION, Corpus, Document, is_held_out, text_fingerprint
 from firth.text.python_docs import PYDOCS_NAME
 from firth.tokens import Shards, ShardSet, is_shards_folder, open_shards
@@ -161,32 +162,73 @@ def check_sample(sample: TextSample, option: str) -> None:
 # --- the text that a checkpoint was trained on --------------------------------------------------------------------
 
 
-def find_own_text(checkpoint: Path) -> tuple[SplitText, str] | None:
-    """Return the text of the run that a checkpoint lies in, and its name; None where it is unknown or gone."""
+@dataclass(frozen=True)
+class OwnSource:
+    """The keys of a run's source.json that name its text and how it was read."""
+
+    allow_unknown_keys = True
+
+    data: tuple[str, ...] = ()
+    general: tuple[str, ...] = ()
+    general_from: str = ""
+    bytes: int | None = None  # of `data`
+    held_out: float = HELD_OUT_FRACTION
+    documents: str = "auto"
+    columns: dict[str, str] | None = None
+    encoding: str = "utf-8"
+    keep_mail: str = ""
+    normalize: str | None = None
+    min_words: int = 0
+    max_words: int = 0
+    min_characters: int = 0
+    max_characters: int = 0
+    language: str | None = None
+
+
+def find_own_text(checkpoint: Path, later_runs: tuple[Path, ...] = ()) -> tuple[SplitText, str] | None:
+    """Return the text of the run that a checkpoint lies in, and its name; None where it is unknown, gone or changed.
+
+    An adaptation read general text of the run before it; `later_runs` began there.
+    """
     run = checkpoint.absolute().parent
-    source = run / "source.json"
-    facts: dict[str, Any] = read_object(source) if source.is_file() else {}
-    given = [strip_source_name(str(path)) for path in (*facts.get("data", ()), *facts.get("general", ()))]
+    file = run / "source.json"
+    stored = read_object(file) if file.is_file() else {}
+    source = from_dict(stored, OwnSource, str(file), is_yaml=False)
+    given = [strip_source_name(path) for path in (*source.data, *source.general)]
     if given and all(path == PYDOCS_NAME or Path(path).exists() for path in given):
-        text, name = open_given_text(given, facts), ", ".join(given)
-        earlier = find_own_text(Path(facts["general_from"]) / "final") if facts.get("general_from") else None
+        options = {name: value for name in CORPUS_OPTIONS if (value := getattr(source, name))}
+        if not has_recorded_size(given[: len(source.data)], source.bytes, options):
+            return None
+        text, name = open_given_text(given, options, source.held_out), ", ".join(given)
+        runs, before = (*later_runs, run), Path(source.general_from)
+        earlier = find_own_text(before / "final", runs) if source.general_from and before not in runs else None
         return (text, name) if earlier is None else (JoinedText([text, earlier[0]]), f"{name}, {earlier[1]}")
     recipe = read_yaml_mapping(run / "recipe.yaml") if (run / "recipe.yaml").is_file() else {}
-    folders = [*(recipe.get("sources") or {}).values()] or [recipe.get("data") or ""]
-    moved = [path if path.exists() else run / "data" / path.name for path in map(Path, folders) if path.name]
+    sources, data = recipe.get("sources") or {}, recipe.get("data") or ""
+    folders = [*sources.values()] if isinstance(sources, dict) and sources else [data]
+    paths = [Path(folder) for folder in folders if isinstance(folder, str)]
+    moved = [path if path.exists() else run / "data" / path.name for path in paths if path.name]
     if moved and all(is_shards_folder(path) for path in moved):
         return ShardText([open_shards(path) for path in moved]), ", ".join(map(str, moved))
     return None
 
 
-def open_given_text(paths: Sequence[str], facts: dict[str, Any]) -> SplitText:
+def has_recorded_size(paths: Sequence[str], num_bytes: int | None, options: dict[str, Any]) -> bool:
+    """Whether the text has the size that a run has recorded.
+
+    Text of another size is not what the checkpoint was trained on, and a run folder of somebody else may name any file.
+    """
+    texts = [path for path in paths if not is_shards_folder(Path(path))]
+    return not texts or Corpus(texts, **options).total_bytes == num_bytes
+
+
+def open_given_text(paths: Sequence[str], options: dict[str, Any], held_out: float) -> SplitText:
     """Open the files of a source.json as its run read them; some of a mix may be shards."""
     shards = [path for path in paths if is_shards_folder(Path(path))]
     texts = [path for path in paths if path not in shards]
-    options = {name: facts[name] for name in CORPUS_OPTIONS if facts.get(name)}
     parts: list[SplitText] = []
     if texts:
-        parts.append(CorpusText(Corpus(texts, **options), float(facts.get("held_out", HELD_OUT_FRACTION))))
+        parts.append(CorpusText(Corpus(texts, **options), held_out))
     if shards:
         parts.append(ShardText([open_shards(Path(path)) for path in shards]))
     return parts[0] if len(parts) == 1 else JoinedText(parts)

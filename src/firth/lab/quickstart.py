@@ -38,9 +38,9 @@ from firth.core.console import (
     show_table,
 )
 from firth.core.errors import UserError
-from firth.core.files import atomic_folder, find_corruption, read_object, write_json
+from firth.core.files import atomic_folder, find_corruption, write_json
 from firth.core.html import ClozeSample, HtmlPage
-from firth.core.serialization import from_dict, to_dict
+from firth.core.serialization import to_dict
 from firth.evaluate.companions import COMPANIONS
 from firth.evaluate.report import loss_series
 from firth.generate import fill, generate
@@ -67,6 +67,7 @@ from firth.train.clock import RunClock
 from firth.train.compute import load_average
 from firth.train.launch_env import require_single_process
 from firth.train.pretrain import MIN_USEFUL_STEPS, time_pretraining
+from firth.train.resume import read_intermediate, write_intermediate
 
 DEFAULT_MINUTES, MAX_DEFAULT_MINUTES = 5.0, 6.5  # per architecture; the second on a busy machine
 QUICKSTART_VOCAB_SIZE = 8192
@@ -389,7 +390,8 @@ class ArchitectureRun:
         Where the time is too short for all numbers of labels, the smallest alone gets it.
         """
         file = self.folder / "finetuning.json"
-        if not file.is_file():
+        plan = read_intermediate(file, FinetunePlan)
+        if plan is None:
             minutes = max(arm_seconds / len(LABEL_COUNTS) / 60, 1e-3)
             recipe = self.finetune_recipe("scratch", checkpoint, LABEL_COUNTS[0], minutes=minutes)
             with quiet():
@@ -398,8 +400,8 @@ class ArchitectureRun:
             if steps < FINETUNE_STEPS // 2:
                 steps, labels = steps * len(LABEL_COUNTS), LABEL_COUNTS[:1]
             steps = min(max(steps, MIN_FINETUNE_STEPS), FINETUNE_STEPS)
-            write_json(file, to_dict(FinetunePlan(steps, planned.threads, labels)))
-        plan = from_dict(read_object(file), FinetunePlan, str(file))
+            plan = FinetunePlan(steps, planned.threads, labels)
+            write_intermediate(file, to_dict(plan))
         threads = f" on {format_count(plan.threads, 'CPU thread')}" if plan.threads else ""
         numbers = " and ".join(map(str, plan.label_counts))
         say(f"each fine-tuning takes {format_count(plan.max_steps, 'step')}{threads}, with {numbers} labels")

@@ -15,7 +15,7 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from statistics import median
 from typing import Any, NamedTuple
@@ -23,9 +23,9 @@ from zlib import crc32
 
 import numpy as np
 
-from firth.core.console import format_count, progress, quiet, say
+from firth.core.console import format_count, progress, quiet, say, warn
 from firth.core.errors import UserError, list_names
-from firth.core.files import file_sha256, read_object, read_utf8, write_json, write_npy, write_text
+from firth.core.files import file_sha256, read_object, read_utf8, write_npy, write_text
 from firth.core.parse import parse_json
 from firth.models import Model, load_model, read_config
 from firth.models.hf.tensors import find_weight_files
@@ -41,7 +41,7 @@ from firth.text import Example, RowNotes, read_labelled
 from firth.tokens import load_tokenizer
 from firth.train import ComputeConfig
 from firth.train.recipe import read_yaml_mapping
-from firth.train.resume import read_results
+from firth.train.resume import read_intermediate, write_intermediate
 
 TEACHER_LOGITS_FILE, TEACHER_FILE = "teacher.npy", "teacher.json"
 AUGMENTED_FILE, AUGMENTED_NOTE_FILE = "augmented.jsonl", "augmented.json"
@@ -148,7 +148,7 @@ class AugmentedNote:
     """augmented.json: what the copies were made from, and their number."""
 
     key: str
-    copies: int
+    sha256: str  # of augmented.jsonl
 
 
 def make_extra_examples(
@@ -172,8 +172,8 @@ def make_extra_examples(
         recipe.seed,
         checksum_examples(examples),
     ]
-    key, note = " ".join(map(str, settings)), read_results(folder / AUGMENTED_NOTE_FILE, AugmentedNote)
-    if note is not None and note["key"] == key:
+    key, note = " ".join(map(str, settings)), read_intermediate(folder / AUGMENTED_NOTE_FILE, AugmentedNote)
+    if note is not None and note.key == key and has_checksum(folder / AUGMENTED_FILE, note.sha256):
         copies = [
             parse_json(line, AUGMENTED_FILE, n)
             for n, line in enumerate(read_utf8(folder / AUGMENTED_FILE).split("\n"), 1)
@@ -189,7 +189,8 @@ def make_extra_examples(
     found = augment_examples(examples, recipe.task, model, compute, recipe.augment, recipe.augment_rate, recipe.seed)
     lines = [json.dumps({"source": s, "id": e.id, "texts": e.texts}, ensure_ascii=False) for s, e in found]
     write_text(folder / AUGMENTED_FILE, "".join(f"{line}\n" for line in lines))
-    write_json(folder / AUGMENTED_NOTE_FILE, {"key": key, "copies": len(found)})
+    note = AugmentedNote(key, file_sha256(folder / AUGMENTED_FILE))
+    write_intermediate(folder / AUGMENTED_NOTE_FILE, asdict(note))
     return extra + [ExtraExample(used[source], example) for source, example in found]
 
 
@@ -245,9 +246,10 @@ def load_teacher(checkpoint: str, task: HeadTask, compute: ComputeConfig) -> Tea
 
 @dataclass(frozen=True)
 class TeacherNote:
-    """teacher.json: a checksum of teacher, examples and labels."""
+    """teacher.json: a checksum of teacher, examples and labels, and one of the teacher's logits."""
 
     key: str
+    sha256: str  # of teacher.npy
 
 
 def with_soft_labels(
@@ -261,8 +263,8 @@ def with_soft_labels(
     """Return the items with the teacher's logits, computed now or read from the run's folder."""
     ends = np.cumsum([task.num_labels(item) for item in items])
     settings = [weights_checksum(recipe.teacher), checksum_examples(examples), int(ends[-1]), *task.labels]
-    key, note = f"{crc32(repr(settings).encode()):08x}", read_results(folder / TEACHER_FILE, TeacherNote)
-    if note is not None and note["key"] == key and (folder / TEACHER_LOGITS_FILE).is_file():
+    key, note = f"{crc32(repr(settings).encode()):08x}", read_intermediate(folder / TEACHER_FILE, TeacherNote)
+    if note is not None and note.key == key and has_checksum(folder / TEACHER_LOGITS_FILE, note.sha256):
         logits_A = np.load(folder / TEACHER_LOGITS_FILE, allow_pickle=False)
     else:
         say(f"the teacher {recipe.teacher} labels {format_count(len(examples), 'example')}")
@@ -274,8 +276,17 @@ def with_soft_labels(
         if not np.isfinite(logits_A).all():
             raise UserError(f"{recipe.teacher} predicts NaN or Inf: it cannot be a teacher.")
         write_npy(folder / TEACHER_LOGITS_FILE, logits_A)
-        write_json(folder / TEACHER_FILE, {"key": key})
+        note = TeacherNote(key, file_sha256(folder / TEACHER_LOGITS_FILE))
+        write_intermediate(folder / TEACHER_FILE, asdict(note))
     return [replace(item, soft_label=x) for item, x in zip(items, np.split(logits_A, ends[:-1]), strict=True)]
+
+
+def has_checksum(file: Path, sha256: str) -> bool:
+    """Whether a file is as it was written; else, with a warning, it is made again."""
+    if file.is_file() and file_sha256(file) == sha256:
+        return True
+    warn(f"{file} is missing or does not match its checksum. It is made again.")
+    return False
 
 
 def weights_checksum(checkpoint: str) -> str:

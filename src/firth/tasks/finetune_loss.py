@@ -7,7 +7,6 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from firth.core.console import format_count, quiet, say
-from firth.core.files import write_json
 from firth.models import Model
 from firth.tasks.finetune_job import FinetuneJob, make_finetune_batch_fn
 from firth.tasks.preference import (
@@ -20,7 +19,7 @@ from firth.tasks.preference import (
 )
 from firth.tasks.reward import RewardLoss, RewardTask
 from firth.tasks.seed_model import build_seed_model
-from firth.train.resume import read_results
+from firth.train.resume import read_intermediate, write_intermediate
 from firth.train.step_runner import LossFn
 
 REFERENCE_FILE = "reference.json"  # of preference tuning
@@ -45,17 +44,17 @@ def with_reference_logps(job: FinetuneJob) -> FinetuneJob:
     train, dev = list(job.train_items.values()), task.with_mismatched(job.dev_items, job.data.dev)
     answers, file = list_answers([*train, *dev]), job.folder / REFERENCE_FILE
     checksum = checksum_answers(answers)
-    stored = read_results(file, ReferenceFile)
-    if stored is None or stored["checksum"] != checksum:
+    stored = read_intermediate(file, ReferenceFile)
+    if stored is None or stored.checksum != checksum:
         say(f"computing the log-likelihoods of {format_count(len(answers), 'answer')} under the checkpoint")
         with quiet():
             model = build_seed_model(job, 0).to(job.compute.device)
         size = 2 * job.recipe.per_device_train_batch_size
         logps = task.answer_logps(model, answers, job.compute, size).tolist()
         if job.compute.dist_context.is_main_process:
-            write_json(file, {"checksum": checksum, "logps": logps})
+            write_intermediate(file, {"checksum": checksum, "logps": logps})
     else:
-        logps = stored["logps"]
+        logps = stored.logps
     items = with_references([*train, *dev], logps)
     return replace(
         job,

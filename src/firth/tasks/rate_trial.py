@@ -23,18 +23,16 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from statistics import fmean, stdev
-from typing import Any, TypeVar
+from typing import Any
 
 import numpy as np
 
 from firth.core.console import format_count
-from firth.core.errors import UserError
-from firth.core.files import read_object, write_json
 from firth.core.hashing import hash_uint64
-from firth.core.serialization import from_dict, to_dict
+from firth.core.serialization import to_dict
 from firth.tasks.recipe import FinetuneRecipe
 from firth.tokens.permutation import permute_indices
-from firth.train.resume import COMPUTE_FIELDS
+from firth.train.resume import COMPUTE_FIELDS, read_intermediate, write_intermediate
 
 RATE_TRIAL_FILE = "learning_rate.json"
 TRIAL_SHARE = 0.1  # of the steps of a seed, for each rate
@@ -77,7 +75,7 @@ class RateTrial:
         return [fmean(batches) if batches else math.inf for batches in self.batch_losses]
 
     def save(self, file: Path) -> None:
-        write_json(file, asdict(self))
+        write_intermediate(file, asdict(self))
 
     def same_plan(self, other: RateTrial) -> bool:
         """Whether the trials of the other one are those of this one."""
@@ -99,20 +97,9 @@ def checksum_trial_recipe(recipe: FinetuneRecipe) -> str:
     return f"{zlib.crc32(json.dumps(facts, sort_keys=True, default=str).encode()):08x}"
 
 
-TrialsT = TypeVar("TrialsT")
-
-
-def load_trials(file: Path, kind: type[TrialsT]) -> TrialsT | None:
-    """Return saved trials; None without them, or where the file is damaged: the trials are then made again."""
-    try:
-        return from_dict(read_object(file), kind, str(file)) if file.is_file() else None
-    except UserError:
-        return None
-
-
 def load_trial(file: Path) -> RateTrial | None:
-    """Return the saved trials of learning rates, as `load_trials` does."""
-    return load_trials(file, RateTrial)
+    """Return the saved trials of learning rates; None without them, or where the file is damaged."""
+    return read_intermediate(file, RateTrial)
 
 
 def num_trial_steps(max_steps: int) -> int:

@@ -49,7 +49,7 @@ from firth.tasks.embed import all_have_scores
 from firth.tasks.failure import explain_failed_seed
 from firth.tasks.multitask import AVERAGE_METRIC, MultiTask, split_by_task
 from firth.tasks.preference import is_preferred
-from firth.tasks.rate_trial import RATE_TRIAL_FILE, load_trial, load_trials
+from firth.tasks.rate_trial import RATE_TRIAL_FILE, load_trial
 from firth.tasks.recipe import FinetuneRecipe
 from firth.tasks.search import SEARCH_FILE, Search
 from firth.tasks.tag import excluded_entity_types
@@ -57,6 +57,7 @@ from firth.tasks.task import Prediction, Task
 from firth.text import Example
 from firth.text.records import preview_value
 from firth.train.recipe import read_yaml_mapping
+from firth.train.resume import read_intermediate
 
 PREDICTIONS_FILE = "predictions.jsonl"
 DIVERGED_KEY = "diverged"  # in a seed's results: the error; in a run's results: the diverged seeds
@@ -155,7 +156,7 @@ def summarize_seeds(
             "seeds is too optimistic."
         )
     failures = exclude_failed_seeds(values, chance_score(task, metric, train, dev), metric, diverged)
-    trial, search = load_trial(folder / RATE_TRIAL_FILE), load_trials(folder / SEARCH_FILE, Search)
+    trial, search = load_trial(folder / RATE_TRIAL_FILE), read_intermediate(folder / SEARCH_FILE, Search)
     *earlier_links, link = read_chain(folder / f"seed-{best}" / "final")
     results = {
         "output_dir": str(folder),

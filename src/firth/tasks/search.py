@@ -37,7 +37,6 @@ import numpy as np
 
 from firth.core.console import format_count
 from firth.core.errors import UserError
-from firth.core.files import write_json
 from firth.core.hashing import hash_uint64
 from firth.recipes.finetuning import SEARCH_DIMENSIONS, search_rate_range
 from firth.tasks.rate_trial import (
@@ -49,6 +48,7 @@ from firth.tasks.rate_trial import (
 )
 from firth.tasks.recipe import FinetuneRecipe
 from firth.tokens.permutation import permute_indices
+from firth.train.resume import write_intermediate
 
 SEARCH_FILE = "search.json"
 REDUCTION = 3  # of the settings from rung to rung, and of the steps the other way round
@@ -151,7 +151,7 @@ class Search:
     reason: str = ""
 
     def save(self, file: Path) -> None:
-        write_json(file, asdict(self))
+        write_intermediate(file, asdict(self))
 
     def same_plan(self, other: Search) -> bool:
         """Whether the trials of the other search are those of this one."""

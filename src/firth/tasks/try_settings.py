@@ -10,11 +10,11 @@ from firth.core.console import run_series, say
 from firth.core.errors import UserError
 from firth.tasks.finetune_job import DEFAULT_FINETUNE_EPOCHS, FinetuneJob
 from firth.tasks.finetune_schedule import EARLY_STOPPING_EVALUATIONS, MIN_DEFAULT_STEPS
-from firth.tasks.rate_trial import load_trials
 from firth.tasks.recipe import FinetuneRecipe
 from firth.tasks.results import LOWER_IS_BETTER_METRICS, deciding_metric, score_with_error
 from firth.tasks.search import SEARCH_FILE, Search, SearchTrial, find_search_obstacle, plan_search, run_halving
 from firth.tasks.trial_runs import TrialRuns
+from firth.train.resume import read_intermediate
 
 
 def check_search(recipe: FinetuneRecipe, num_examples: int) -> None:
@@ -37,7 +37,7 @@ def search_settings(job: FinetuneJob) -> FinetuneRecipe:
     search = plan_search(recipe, job.num_labelled, metric, metric in LOWER_IS_BETTER_METRICS)
     if obstacle := find_search_obstacle(job.num_labelled, recipe.max_steps):
         raise UserError(f"search={recipe.search}: {obstacle}.")
-    stored = load_trials(file, Search)
+    stored = read_intermediate(file, Search)
     if stored is not None and search.same_plan(stored):
         search = replace(search, trials=stored.trials)
     for sentence in search.describe_plan(recipe):

@@ -17,15 +17,17 @@ skipped span to `Recipe.skips`. From that step on, the dataloader reads later ba
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from hashlib import sha256
 from pathlib import Path
 from typing import Any, TypeVar
 from zlib import crc32
 
 from firth.core.console import format_count, say, warn
 from firth.core.errors import UserError
-from firth.core.files import MANIFEST_FILE, find_corruption, read_object
+from firth.core.files import MANIFEST_FILE, find_corruption, read_object, write_json
+from firth.core.serialization import from_dict
 from firth.tokens import MixedShards, ShardSet
 from firth.train.checkpoint import list_checkpoints, remove_folder
 from firth.train.log import RunLog, read_log
@@ -33,6 +35,8 @@ from firth.train.recipe import Recipe, TrainingConfig, recipe_differences, save_
 from firth.train.tracking import TRACKER_FILE
 
 ResumedRecipeT = TypeVar("ResumedRecipeT", bound=TrainingConfig)
+DataclassT = TypeVar("DataclassT")
+CONTENT_CHECKSUM_KEY = "content_sha256"  # of intermediate results
 # Fields that a run resolves or records itself: unset ones take the saved value on resume.
 RESOLVED_FIELDS = (
     "max_steps",
@@ -79,6 +83,30 @@ def read_results(file: Path, schema: type | None = None) -> dict[str, Any] | Non
     except UserError as e:
         warn(f"{e} The results are computed again from the last checkpoint.")
         return None
+
+
+def write_intermediate(file: Path, value: Mapping[str, Any]) -> None:
+    """Write what a resumed run shall not compute again, with a checksum: a wrong digit would be trained on."""
+    write_json(file, {**value, CONTENT_CHECKSUM_KEY: checksum_content(value)})
+
+
+def read_intermediate(file: Path, dataclass_type: type[DataclassT]) -> DataclassT | None:
+    """Return what `write_intermediate` wrote; None without it or, with a warning, where the file is damaged."""
+    if not file.is_file():
+        return None
+    try:
+        stored = read_object(file)
+        if stored.pop(CONTENT_CHECKSUM_KEY, None) != checksum_content(stored):
+            raise UserError(f"{file} does not match its checksum.")
+        return from_dict(stored, dataclass_type, str(file), is_yaml=False)
+    except UserError as e:
+        warn(f"{e} Its content is computed again.")
+        return None
+
+
+def checksum_content(value: Mapping[str, Any]) -> str:
+    """Return a checksum of a JSON object; tuples count as lists."""
+    return sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()
 
 
 def merge_recipe(
