@@ -223,6 +223,9 @@ def test_labels_on_padding(recipe: Recipe) -> None:
     assert "padding-labels" in rules_of(examine(BATCH_RULES, BatchFacts(recipe, **counts)))
     sound = batch._replace(labels=np.array([[6, 7], [6, IGNORE_INDEX]]))
     assert examine(BATCH_RULES, BatchFacts(recipe, **count_labels(sound))) == []
+    rewards = batch._replace(labels=None, task_labels=np.zeros((2, 2)), group_ids=np.array([[0, 1], [-1, -1]]))
+    assert count_labels(rewards)["num_labels"] == 2, "a slot without a group is unused"
+    assert count_labels(rewards)["num_padding_labels"] == 0
     causal = Batch(ids, document_ids=documents, labels=np.where(documents < 0, 0, ids))
     assert count_labels(causal)["num_padding_labels"] == 3
     decoder = Batch(ids, labels=ids, decoder_input_ids=ids, decoder_document_ids=documents)

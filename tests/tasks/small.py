@@ -9,6 +9,7 @@ import torch
 
 from firth.models import Model, ModelConfig, make_model
 from firth.models.config import LearnedPosition
+from firth.models.hf.convert import to_hf_tensors
 from firth.models.presets import bart, bert, gpt2, llama, roberta, t5, xlnet
 from firth.tasks import Task
 from firth.tokens import Tokenizer, train_tokenizer
@@ -73,3 +74,15 @@ def learn(task: Task, config: ModelConfig, items: list[Any], steps: int, rate: f
         if known == ENOUGH:
             break
     return model
+
+
+def assert_equal_gradients(model: Model, theirs: torch.nn.Module, tolerance: float = 1e-5) -> None:
+    """Every gradient of ours, under the names of `transformers`, is theirs."""
+    copy = model.clone()
+    for p, q in zip(copy.parameters(), model.parameters(), strict=True):
+        p.data = torch.zeros_like(q) if q.grad is None else q.grad.clone()
+    found = to_hf_tensors(copy)
+    expected = {name: p.grad for name, p in theirs.named_parameters() if p.grad is not None}
+    assert any(gradient.abs().max() > 100 * tolerance for gradient in expected.values()), "nothing to compare"
+    for name, gradient in expected.items():
+        assert torch.allclose(found[name], gradient, rtol=0, atol=tolerance), name

@@ -139,6 +139,17 @@ def test_long_rows_are_named(tmp_path: Path) -> None:
     ]
 
 
+def test_long_answers_of_an_encoder_decoder_are_named() -> None:
+    talk = dialogue((("user", "a dog"), ("assistant", "small and red and blue and big and near the river")), 4)
+    task, _ = made("t5", [talk], max_target_length=8)
+    encode_file(task, [talk, dialogue(TALK[:2], 5)], "chats.jsonl")
+    (notice,) = task.notices
+    assert notice.startswith(
+        "1 answer was longer than 8 tokens, and cut: the model learns to stop there (chats.jsonl: ex"
+    )
+    assert notice.endswith("example 4). Raise --max-target-length.")
+
+
 def message(role: str, content: str = "a cat") -> dict[str, str]:
     return {"role": role, "content": content}
 

@@ -59,6 +59,8 @@ def count_labels(batch: Batch) -> dict[str, Any]:
     """Return tokens, labels, rows without labels, and labels at positions that hold padding."""
     labels = batch.labels if batch.labels is not None else batch.task_labels
     is_label = (labels != IGNORE_INDEX) & (labels == labels)  # NaN is not itself
+    if batch.group_ids is not None and batch.group_ids.shape == is_label.shape:  # choices, rewards, pairs of texts
+        is_label &= batch.group_ids >= 0
     flat = is_label.reshape(len(labels), -1)
     return {
         "num_tokens": batch.num_tokens,

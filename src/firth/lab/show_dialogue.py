@@ -35,6 +35,7 @@ from firth.tokens import Tokenizer, load_tokenizer
 
 SHOWN_TASKS = ("lm", "preference", "reward")
 SIDES = ("chosen", "rejected")
+ENCODER_INPUT = "encoder input"  # of an encoder-decoder, whose labels are the decoder's
 
 
 class LabelledSequence(NamedTuple):
@@ -118,7 +119,7 @@ def part_sequences(part: DecoderExample | DialogueTurn) -> list[LabelledSequence
     if isinstance(part, DecoderExample):
         return [next_token_labels("dialogue", part)]
     return [
-        LabelledSequence("encoder input", part.ids, ()),
+        LabelledSequence(ENCODER_INPUT, part.ids, ()),
         LabelledSequence("decoder labels", part.answer_ids, range(len(part.answer_ids))),
     ]
 
@@ -137,7 +138,7 @@ def view_example(example: Example, sequences: Sequence[LabelledSequence], tokeni
         is_next = sequence.kind == "label" and len(sequence.labelled) < len(ids)
         marks |= {i: TokenMark(sequence.kind, is_target=is_next) for i in sequence.labelled}
         views.append(build_sequence(sequence.name, ids, np.zeros_like(ids), marks, format_tokens))
-        if is_next:
+        if is_next and sequence.name != ENCODER_INPUT:
             notes.append(describe_labels(sequence, format_tokens))
     return RowView(example.id, notes, views, [])
 

@@ -96,7 +96,7 @@ class LanguageModelingTask:
         self.answer_tokenizer = TruncatingTokenizer(tokenizer, config, answer_config.max_target_length)
         self.answer_config = answer_config
         self.file = ""  # whose examples are encoded, for messages
-        self.truncated, self.changed, self.lookalikes, self.joined = (list[Row]() for _ in range(4))
+        self.truncated, self.changed, self.lookalikes, self.joined, self.cut = (list[Row]() for _ in range(5))
         if self.max_length < len(self.template.prefix_ids) + 2:
             raise UserError(f"max_seq_length={self.max_length} is too short for a text: choose a longer one.")
 
@@ -130,7 +130,13 @@ class LanguageModelingTask:
                 "but a prompt by itself ends with another one. Let the generation prompt of the chat template end "
                 "without a space, and answers begin with it."
             )
-        return [*notices, *self.answer_tokenizer.truncation_notices("answer")]
+        if self.cut:
+            count = format_count(len(self.cut), "answer was", "answers were")
+            notices.append(
+                f"{count} longer than {self.answer_tokenizer.max_length} tokens, and cut: the model learns to stop "
+                f"there ({list_rows(self.cut)}). Raise --max-target-length."
+            )
+        return notices
 
     def configure_model(self, config: ModelConfig) -> ModelConfig:
         return replace(config, head=head_for_task(config, "lm"))
@@ -239,6 +245,9 @@ class LanguageModelingTask:
         answers = [[messages[i][1] for i in answer_indices(messages)] for _, messages in dialogues]
         prompt_ids = iter(self.tokenizer.encode_batch(prompts, parse_special=True))
         answer_ids = iter(self.answer_tokenizer.encode_texts(text for texts in answers for text in texts))
+        ids_of_answers = [e for (e, _), texts in zip(dialogues, answers, strict=True) for _ in texts]
+        is_cut = zip(ids_of_answers, self.answer_tokenizer.was_truncated, strict=True)
+        self.cut += [(self.file, example_id) for example_id, was_cut in is_cut if was_cut]
         num_prefix = len(self.answer_tokenizer.prefix_ids)
         for (example_id, _), texts in zip(dialogues, answers, strict=True):
             parts = tuple(

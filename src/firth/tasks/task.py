@@ -79,6 +79,7 @@ class TruncatingTokenizer:
         end_ids: tuple[int, ...] | None = None,
     ) -> None:
         self.tokenizer, self.num_truncated = tokenizer, 0
+        self.was_truncated: list[bool] = []  # of the texts of the last call
         self.max_length = min(max_length, config.max_length or max_length)
         template = make_sequence_template(config, tokenizer.vocab)
         self.prefix_ids = template.prefix_ids if prefix_ids is None else prefix_ids
@@ -86,11 +87,10 @@ class TruncatingTokenizer:
 
     def encode_texts(self, texts: Iterable[str]) -> list[list[int]]:
         max_text_tokens = self.max_length - len(self.prefix_ids) - len(self.end_ids)
-        rows = []
-        for ids in self.tokenizer.encode_batch(list(texts)):
-            self.num_truncated += len(ids) > max_text_tokens
-            rows.append([*self.prefix_ids, *ids[:max_text_tokens], *self.end_ids])
-        return rows
+        encoded = self.tokenizer.encode_batch(list(texts))
+        self.was_truncated = [len(ids) > max_text_tokens for ids in encoded]
+        self.num_truncated += sum(self.was_truncated)
+        return [[*self.prefix_ids, *ids[:max_text_tokens], *self.end_ids] for ids in encoded]
 
     def truncation_notices(self, noun: str) -> list[str]:
         return truncation_messages(self.num_truncated, noun, self.max_length)
