@@ -50,9 +50,9 @@ RECORDED_LOGS = Path(__file__).parents[1] / "tests" / "lab" / "doctor_logs.json.
 LOGGED = ("step", "loss", "learning_rate", "tokens", "targets", "passes", "weight_rms", "skipped")  # recorded fields
 
 
-# A chat template that forgets the assistant's text.
+# A chat template that forgets the assistant's text, and writes the end token alone.
 NO_ANSWERS = (
-    "{% for m in messages %}{{ '<' + m['role'] + '>' }}{% if m['role'] == 'user' %}{{ m['content'] }}{% endif %}"
+    "{% for m in messages %}{{ '<' + m['role'] + '>' }}{{ m['content'] if m['role'] == 'user' else eos_token }}"
     "{% endfor %}{% if add_generation_prompt %}<assistant>{% endif %}"
 )
 # A chat template whose generation marks enclose every message.

@@ -131,6 +131,15 @@ def test_marks_in_a_macro_are_not_trusted() -> None:
     assert [text[span.start : span.end] for span in spans] == ["near the river"]
 
 
+def test_a_dialogue_without_a_label_is_refused() -> None:
+    """A template that writes no answer after one of these words, and has no end token."""
+    silent = "{% for m in messages %}{{ '' if m.content == 'silent' else m.content }}{% endfor %}"
+    talks = [dialogue((("user", "a dog"), ("assistant", text)), i) for i, text in enumerate(("small", "silent"))]
+    task, _ = made("llama", talks, with_chat(silent), max_seq_length=64)
+    with pytest.raises(UserError, match=r"chats\.jsonl: Example 1: no token of this dialogue has a label"):
+        encode_file(task, talks, "chats.jsonl")
+
+
 def test_long_rows_are_named(tmp_path: Path) -> None:
     task, _ = made("llama", [dialogue()], max_seq_length=16)
     encode_file(task, [dialogue(id=i) for i in range(5)], "chats.jsonl")

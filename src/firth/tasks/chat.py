@@ -169,10 +169,11 @@ class ChatTemplate:
 
     def make_span(self, text: str, content: str, start: int, end: int) -> AssistantSpan:
         """Return the span of an answer without the white space after its end token."""
-        *_, last_end = (start, *(start + match.end() for match in self.special_pattern.finditer(text[start:end])))
-        if last_end > start and text[last_end:end].isspace():
-            end = last_end
-        return AssistantSpan(start, end, locate_content(text, content, start, end))
+        content_end = end
+        *_, last = (None, *self.special_pattern.finditer(text, start, end))
+        if last is not None and not text[last.end() : end].strip():
+            content_end, end = last.span()
+        return AssistantSpan(start, end, locate_content(text, content, start, content_end))
 
     @cached_property
     def special_pattern(self) -> re.Pattern[str]:
@@ -198,7 +199,7 @@ def list_rows(rows: Iterable[tuple[str, Any]]) -> str:
 
 
 def locate_content(text: str, content: str, start: int, end: int) -> tuple[int, int]:
-    """Return the span of an answer's content; the span of the answer if the template has changed the content."""
+    """Return the span of an answer's content; all before its end token if the template has changed the content."""
     at = text.find(content.strip(), start, end) if content else -1
     return (start, end) if at < 0 else (at, at + len(content.strip()))
 

@@ -198,7 +198,13 @@ class LanguageModelingTask:
         with tokenizer_errors():
             encodings = self.tokenizer.backend.encode_batch([text for text, _ in rendered], add_special_tokens=False)
         for (example_id, _), (text, answer_spans), encoding in zip(dialogues, rendered, encodings, strict=True):
-            yield self.encode_rendered(text, answer_spans, encoding, example_id)
+            item = self.encode_rendered(text, answer_spans, encoding, example_id)
+            if not len(item.scored_mask):
+                raise UserError(
+                    f"Example {shorten(example_id)}: no token of this dialogue has a label: the chat template marks no "
+                    "answer of it, or writes none within the last tokens. Delete the line."
+                )
+            yield item
 
     def encode_rendered(
         self, text: str, answer_spans: Sequence[AssistantSpan], encoding: Encoding, example_id: str | int
