@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import jsonschema
+import numpy as np
 import pytest
 import torch
 from generate.random_schemas import draw_schema
@@ -17,7 +18,7 @@ from generate.random_schemas import draw_schema
 from firth import api
 from firth.core.errors import UserError
 from firth.generate import GenerationConfig, generate_results, stream_text
-from firth.generate.constraint import Constraint, make_constraint
+from firth.generate.constraint import Constraint, MaskRequest, TokenMasks, make_constraint, unpack_masks
 from firth.generate.grammar import import_llguidance, read_grammar
 from firth.models import Model, ModelConfig, get_eos_token_ids, make_model
 from firth.models.config import LearnedPosition
@@ -179,6 +180,56 @@ def test_every_output_validates(models: dict[str, Model]) -> None:
     assert num_complete > 2 * num_cut
 
 
+TREE = {
+    "$defs": {
+        "node": {
+            "type": "object",
+            "properties": {"v": {"type": "integer"}, "l": {"$ref": "#/$defs/node"}},
+            "required": ["v"],
+            "additionalProperties": False,
+        }
+    },
+    "$ref": "#/$defs/node",
+}
+LIST_OF_ITSELF = {
+    "type": "object",
+    "properties": {"c": {"type": "array", "items": {"$ref": "#"}}},
+    "additionalProperties": False,
+}
+SHORT_TEXTS = {"type": "object", "patternProperties": {"^a": {"type": "string", "maxLength": 2}}}
+CLOSED = {"properties": {"a": True, "b": False}, "additionalProperties": False, "type": "object"}
+
+
+@pytest.mark.parametrize(
+    ("schema", "valid", "invalid"),
+    [
+        (TREE, [{"v": 1, "l": {"v": 2, "l": {"v": 3}}}], [{"l": {"v": 1}}, {"v": 1, "l": 3}]),
+        (LIST_OF_ITSELF, [{"c": [{"c": []}, {}]}], [{"c": [1]}]),
+        ({**SHORT_TEXTS, "additionalProperties": False}, [{"a1": "x", "a": "äß"}, {}], [{"b": "x"}, {"a": "abc"}]),
+        ({"enum": ["größe", "北京", "é"]}, ["größe", "北京", "é"], ["e", "北"]),
+        ({"const": {"größe": "北京"}}, [{"größe": "北京"}], [{"größe": "北"}]),
+        ({"type": "number"}, [1e-7, 6.02e23, -0.0, 1.5e10, 0, -3], ["1"]),
+        ({"type": "number", "minimum": -1.5, "exclusiveMaximum": 2}, [-1.5, 0, 1.999], [2, -1.6]),
+        ({"type": "string", "minLength": 2, "maxLength": 3}, ["北京", "äß", "aé北"], ["北", "äßüé", ""]),
+        ({"type": "object", "minProperties": 1, "maxProperties": 2}, [{"a": 1}, {"a": 1, "b": 2}], [{}]),
+        (CLOSED, [{"a": [1]}, {}], [{"b": 1}]),
+        ({"type": ["string", "null"], "maxLength": 2}, ["ab", None], ["abc", 1]),
+        ({"type": "string", "pattern": "^[äöü]+$"}, ["äö"], ["ao"]),
+    ],
+    ids=str,
+)
+def test_keywords(
+    tokenizers: dict[str, Tokenizer], schema: dict[str, Any], valid: list[Any], invalid: list[Any]
+) -> None:
+    for kind in EXACT_KINDS:
+        tokenizer = tokenizers[kind]
+        constraint = build(tokenizer, json_schema=schema)
+        for value in [*valid, *invalid]:
+            assert jsonschema.Draft202012Validator(schema).is_valid(value) == (value in valid)
+            ids = tokenizer.encode(json.dumps(value, ensure_ascii=False))
+            assert constraint.facts(ids)["complete"] == (value in valid), (kind, value)
+
+
 @pytest.mark.slow
 def test_accepts_every_valid_instance_of_a_thousand_schemas(tokenizers: dict[str, Tokenizer]) -> None:
     num_accepted, num_rejected = check_instances(tokenizers, range(1000))
@@ -192,6 +243,45 @@ def test_every_output_for_a_thousand_schemas_validates(models: dict[str, Model])
     num_complete, num_cut = check_outputs(models, range(1000))
     print(f"{num_complete} texts are complete and valid, {num_cut} were cut")
     assert num_complete > 4 * num_cut
+
+
+# --- masks -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", list(MODELS))
+def test_masks_of_a_batch_are_those_of_its_rows(tokenizers: dict[str, Tokenizer], kind: str) -> None:
+    """Ten rows, which several threads compute, at ten places of a text; a mask that is not asked for stays."""
+    tokenizer = tokenizers[kind]
+    constraint, ids = build(tokenizer, json_schema=PERSON), tokenizer.encode('{"name": "fox", "age": 42}')
+    rows = [constraint.start_row() for _ in range(10)]
+    for i, row in enumerate(rows):
+        row.accept_all(ids[: i * len(ids) // 9])
+    words_BW = np.full((12, constraint.vocabulary.num_words), 7, dtype=np.int32)
+    TokenMasks(words_BW).write([MaskRequest(i + 1, row) for i, row in enumerate(rows)])
+    assert (words_BW[[0, 11]] == 7).all()
+    for i, found_V in enumerate(unpack_masks(words_BW[1:11], tokenizer.vocab.size)):
+        alone = constraint.start_row()
+        for token in ids[: i * len(ids) // 9]:
+            assert alone.permitted()[token]
+            alone.accept(token)
+        assert found_V.tolist() == alone.permitted().tolist()
+    assert found_V.nonzero()[0].tolist() == list(constraint.vocabulary.eos_ids)
+
+
+@pytest.mark.parametrize("kind", ["byte-bpe", "wordpiece"])
+def test_eos_before_the_shortest_length(tokenizers: dict[str, Tokenizer], kind: str) -> None:
+    """A row that may not end yet gets EOS only where nothing else may follow. Scores without a token are forbidden."""
+    tokenizer = tokenizers[kind]
+    constraint, size = build(tokenizer, regex="a{1,2}"), tokenizer.vocab.size
+    (eos,) = constraint.vocabulary.eos_ids
+    state, a = constraint.start(2, size + 70, torch.device("cpu")), tokenizer.encode("a")[-1]
+    state.accept([a, a])
+    assert not state.forbidden(may_end=True)[0, eos]
+    assert state.forbidden(may_end=False)[0, eos]
+    assert not state.forbidden(may_end=False)[0].all()
+    state.accept([a, eos])
+    for may_end in (True, False):
+        assert [(~row).nonzero()[:, 0].tolist() for row in state.forbidden(may_end)] == [[eos], [eos]]
 
 
 # --- ways of decoding ------------------------------------------------------------------------------------------------
@@ -305,13 +395,27 @@ def test_dead_end_names_the_text(capsys: pytest.CaptureFixture[str], models: dic
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"json_schema": {"properties": {"a": {"format": "year"}}}}, "#/properties/a: Unknown format: year"),
+        ({"json_schema": {"properties": {"a": {"format": "year"}}}}, "#/properties/a/format: Unknown format: year"),
         (
             {"json_schema": {"items": {"anyOf": [{"type": "null"}, {"pattern": "(?=a)", "type": "string"}]}}},
-            "#/items/anyOf/1: look",
+            "#/items/anyOf/1/pattern: look",
         ),
         ({"json_schema": {"$defs": {"x": {"not": {}}}, "$ref": "#/$defs/x"}}, "#/$defs/x/not: not supported"),
-        ({"json_schema": {"$ref": "#/$defs/y"}}, "does not exist"),
+        ({"json_schema": {"$ref": "#/$defs/y"}}, "#/$ref: Pointer '/$defs/y' does not exist"),
+        ({"json_schema": {"$ref": "b.json#/c"}}, "#/$ref: a reference must point into the same schema"),
+        (
+            {"json_schema": {"properties": {"a": {"$ref": "#/$defs/b"}}, "$defs": {"b": {"format": "year"}}}},
+            "#/$defs/b/format: Unknown format: year",
+        ),
+        (
+            {"json_schema": {"properties": {"a/b": {"properties": {"c~d": {"type": "x"}}}}}},
+            "#/properties/a~1b/properties/c~0d/type: Invalid type",
+        ),
+        ({"json_schema": {"oneOf": [{"type": "integer"}, {"type": "number"}]}}, "#/oneOf: the parts of oneOf"),
+        ({"json_schema": {"type": "integer", "minimum": 5, "maximum": 3}}, "#/minimum: Unsatisfiable"),
+        ({"json_schema": {"type": "array", "uniqueItems": True}}, "#/uniqueItems: not supported"),
+        ({"json_schema": {"x-guidance": 3}}, "#/x-guidance must be an object"),
+        ({"json_schema": ""}, "A JSON schema must be an object"),
         ({"json_schema": '{"type":'}, "json_schema:1:9: not JSON"),
         ({"json_schema": "missing.json"}, "missing.json: no such file"),
         ({"regex": "(a"}, "regex: unclosed group"),
@@ -342,7 +446,7 @@ def test_without_llguidance(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_file_error_names_the_file(tmp_path: Path) -> None:
     file = tmp_path / "s.json"
     file.write_text('{"type": "strng"}')
-    with pytest.raises(UserError, match=r"s\.json: #: Invalid type: strng"):
+    with pytest.raises(UserError, match=r"s\.json: #/type: Invalid type: strng"):
         read_grammar(GenerationConfig(json_schema=str(file)))
 
 

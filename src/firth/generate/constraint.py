@@ -10,15 +10,16 @@ model still chooses, by its own probabilities, but only among valid continuation
     scores_BV.masked_fill_(state.forbidden(), -inf)    # before a token is chosen
     state.accept(token_B)                              # after it
 
-A mask takes some 20 µs, since llguidance caches what it learned of the trie. It is computed when it is asked for: on a
-GPU, the model's kernels run meanwhile.
+A mask takes some 10 µs, most of them in llguidance, which writes one bit for each token into memory that is allocated
+once (`TokenMasks`); a GPU reads the bits from there. The masks of many rows are computed by several threads. A mask is
+computed when it is asked for: on a GPU, the model's kernels run meanwhile.
 
 Byte-level, Unigram and character tokens say exactly which bytes they add. WordPiece, word and BPE-with-"</w>" tokens do
 not say whether a space stands before a word (`tokens/token_bytes.py`). There, a row keeps several readings of its
 tokens at once, each with a matcher of its own; those that the grammar rejects are dropped, and the most usual one is
 the text.
 
-B rows, V vocabulary.
+B rows, V vocabulary, W words of 32 bits, one for each token.
 """
 
 from __future__ import annotations
@@ -26,11 +27,13 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from functools import cache
+from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from firth.core.errors import UserError, quote
@@ -39,7 +42,39 @@ from firth.tokens import TokenIds, Tokenizer
 from firth.tokens.token_bytes import is_word_break, space_is_usual, token_bytes
 
 MAX_READINGS = 16  # of a row
+BITS = 32  # of a word of a mask
+MIN_THREADED_MASKS = 8  # fewer masks take less time than to wake threads
+# by a byte of a mask: eight bools, true where the bit is 0
+FORBIDDEN_BOOLS = np.unpackbits(~np.arange(256, dtype=np.uint8)[:, None], axis=1, bitorder="little").view(np.uint64)[
+    :, 0
+]
 compiled_vocabularies: WeakKeyDictionary[Tokenizer, dict[tuple[int, ...], ConstraintVocabulary]] = WeakKeyDictionary()
+
+
+def num_mask_words(vocab_size: int) -> int:
+    return -(-vocab_size // BITS)
+
+
+def pack_mask(mask_V: np.ndarray) -> np.ndarray:
+    """(W,) uint32: one bit for each entry, the first one the lowest.
+
+    >>> pack_mask(np.array([True, False, True])).tolist()
+    [5]
+    """
+    bits = np.zeros(num_mask_words(len(mask_V)) * BITS, dtype=bool)
+    bits[: len(mask_V)] = mask_V
+    return np.packbits(bits, bitorder="little").view(np.uint32)
+
+
+def unpack_masks(mask_BW: np.ndarray, vocab_size: int) -> np.ndarray:
+    """(B, V) bool, from words of any type."""
+    return np.unpackbits(mask_BW.view(np.uint8), axis=1, count=vocab_size, bitorder="little").view(bool)
+
+
+@cache
+def mask_threads() -> Any:
+    """Return the threads that compute the masks of a batch."""
+    return import_llguidance().LLExecutor()
 
 
 class ConstraintVocabulary:
@@ -52,14 +87,23 @@ class ConstraintVocabulary:
         self.spelling, self.kind = token_bytes(tokenizer), tokenizer.kind
         self.constraints: dict[tuple[str, bool], Constraint] = {}  # by grammar
         self.size, self.eos_ids = tokenizer.vocab.size, [i for i in eos_ids if i < tokenizer.vocab.size]
+        self.num_words, self.is_exact = num_mask_words(self.size), not self.spelling.has_optional_spaces
+        self.spaced_offset = self.num_words * BITS  # of ` name` from `name`: the masks of both begin with a word
         self.tokens = list(self.spelling.pieces)
-        if self.spelling.has_optional_spaces:
+        if not self.is_exact:
             assert self.spelling.starts_word is not None
+            self.tokens += [b""] * (self.spaced_offset - self.size)
             self.tokens += [
                 b" " + piece if starts and piece else b""
                 for piece, starts in zip(self.spelling.pieces, self.spelling.starts_word, strict=True)
             ]
-            self.begins_with_break = np.array([bool(p) and is_word_break(p.decode()[0]) for p in self.spelling.pieces])
+            begins_with_break = np.array([bool(p) and is_word_break(p.decode()[0]) for p in self.spelling.pieces])
+            self.starts_word_W = pack_mask(self.spelling.starts_word)
+            self.joins_word_W = pack_mask(~self.spelling.starts_word | begins_with_break)
+        is_eos = np.zeros(self.size, dtype=bool)
+        is_eos[self.eos_ids] = True
+        self.eos_W = pack_mask(is_eos)
+        self.eos_bits = [(int(i), int(self.eos_W[i])) for i in self.eos_W.nonzero()[0]]
         self.bos_token_id, self.eos_token_id = None, self.eos_ids[0]
         self.special_token_ids = list(tokenizer.vocab.special_ids)
         self.llguidance_tokens = llguidance.LLTokenizer(
@@ -108,7 +152,8 @@ class Constraint:
         if self.matcher.is_error():
             raise UserError(f"{grammar.kind}: {self.matcher.get_error().splitlines()[0]}")
         start = self.start_row()
-        if not start.permitted().any():
+        start.permitted()
+        if start.ended:
             raise UserError(self.describe_missing_tokens())
 
     def describe_missing_tokens(self) -> str:
@@ -144,8 +189,7 @@ class Constraint:
     def read(self, ids: TokenIds) -> list[Reading]:
         """Return the readings of new ids: the complete ones if there are any, otherwise all; the most usual first."""
         row = self.start_row()
-        for token in ids:
-            row.accept(token)
+        row.accept_all(ids)
         return [reading for reading in row.readings if reading.matcher.is_accepting()] or row.readings
 
     def facts(self, ids: TokenIds) -> dict[str, Any]:
@@ -172,10 +216,33 @@ class Reading:
         return replace(self, matcher=self.matcher.deep_copy())
 
 
-def read_bitmask(reading: Reading) -> np.ndarray:
-    """Bool, by the index of `ConstraintVocabulary.tokens`: the tokens whose bytes may follow."""
-    bits = np.frombuffer(reading.matcher.compute_bitmask(), np.uint8)
-    return np.unpackbits(bits, bitorder="little").view(bool)
+class MaskRequest(NamedTuple):
+    """A row whose next mask is wanted. Where it may not end yet, EOS is permitted only if nothing else is."""
+
+    number: int  # of its mask
+    row: ConstraintRow
+    may_end: bool = True
+
+
+class TokenMasks:
+    """One bit for each token and row: whether it may follow. llguidance writes into this memory."""
+
+    def __init__(self, permitted_BW: np.ndarray) -> None:
+        assert permitted_BW.flags.c_contiguous
+        assert permitted_BW.dtype.itemsize * 8 == BITS
+        self.permitted_BW = permitted_BW.view(np.uint32)
+        self.address, self.row_bytes = permitted_BW.ctypes.data, permitted_BW.strides[0]
+
+    def write(self, requests: Sequence[MaskRequest]) -> None:
+        """Compute the masks of these rows; the others stay."""
+        jobs = [(r.row.readings[0].matcher, r.number) for r in requests if r.row.has_one_reading]
+        if len(jobs) < MIN_THREADED_MASKS:
+            for matcher, number in jobs:
+                matcher.unsafe_compute_mask_ptr(self.address + number * self.row_bytes, self.row_bytes)
+        else:
+            mask_threads().unsafe_compute_mask_ptr(jobs, self.address, self.row_bytes, len(self.permitted_BW))
+        for number, row, may_end in requests:
+            row.finish_mask(self.permitted_BW[number], may_end)
 
 
 class ConstraintRow:
@@ -188,52 +255,81 @@ class ConstraintRow:
     def copy(self) -> ConstraintRow:
         return ConstraintRow(self.constraint, [reading.copy() for reading in self.readings], self.ended)
 
+    @property
+    def has_one_reading(self) -> bool:
+        """Whether the mask of llguidance is that of the row, apart from EOS: exact bytes have one reading."""
+        return self.vocabulary.is_exact and not self.ended and bool(self.readings)
+
     def permitted(self) -> np.ndarray:
-        """(V,) bool: the tokens that may follow; none of them where the grammar needs text that no token has."""
-        size = self.vocabulary.size
+        """(V,) bool: the tokens that may follow."""
+        masks = TokenMasks(np.zeros((1, self.vocabulary.num_words), dtype=np.uint32))
+        masks.write([MaskRequest(0, self)])
+        return unpack_masks(masks.permitted_BW, self.vocabulary.size)[0]
+
+    def finish_mask(self, permitted_W: np.ndarray, may_end: bool) -> None:
+        """Permit EOS only where the text is complete, or where the row has ended or cannot go on.
+
+        Of a row with one reading, `permitted_W` already is the mask of llguidance, which permits EOS at a dead end too.
+        """
+        vocabulary = self.vocabulary
         if self.ended or not self.readings:
-            return np.zeros(size, dtype=bool)
-        if self.vocabulary.spelling.has_optional_spaces:
-            permitted = self.with_spaces(self.readings[0], read_bitmask(self.readings[0]))
-            for reading in self.readings[1:]:
-                permitted = permitted | self.with_spaces(reading, read_bitmask(reading))
-        else:
-            permitted = read_bitmask(self.readings[0])[:size]  # exact bytes have one reading
-        # llguidance permits EOS at a dead end, too
-        permitted[self.vocabulary.eos_ids] = any(reading.matcher.is_accepting() for reading in self.readings)
-        return permitted
-
-    def write_forbidden(self, forbidden_V: np.ndarray) -> None:
-        """Mark the tokens that may not follow: all but EOS where the row has ended or cannot go on."""
-        permitted = self.permitted()[: len(forbidden_V)]
-        np.logical_not(permitted, out=forbidden_V[: len(permitted)])
-        if not permitted.any():
             self.ended = True
-            forbidden_V[self.vocabulary.eos_ids] = False
+            permitted_W[:] = vocabulary.eos_W
+            return
+        if not vocabulary.is_exact:
+            permitted_W[:] = self.mask_of_readings()
+        is_complete = any(reading.matcher.is_accepting() for reading in self.readings)
+        if is_complete and may_end:
+            permitted_W |= vocabulary.eos_W
+        elif is_complete or not vocabulary.is_exact or any(permitted_W[i] & bits for i, bits in vocabulary.eos_bits):
+            permitted_W &= ~vocabulary.eos_W
+            if not permitted_W.any():
+                self.ended = not is_complete
+                permitted_W[:] = vocabulary.eos_W
 
-    def with_spaces(self, reading: Reading, own: np.ndarray) -> np.ndarray:
-        """(V,) bool: the tokens that may follow with a space or without one."""
-        size, tokens = self.vocabulary.size, self.vocabulary.spelling
-        assert tokens.starts_word is not None
-        joined, spaced = own[:size], own[size : 2 * size]
+    def mask_of_readings(self) -> np.ndarray:
+        """(W,): the tokens that may follow in one of the readings."""
+        mask_W = self.with_spaces(self.readings[0])
+        for reading in self.readings[1:]:
+            mask_W = mask_W | self.with_spaces(reading)
+        return mask_W
+
+    def with_spaces(self, reading: Reading) -> np.ndarray:
+        """(W,): the tokens that may follow with a space or without one."""
+        vocabulary = self.vocabulary
+        own = np.frombuffer(reading.matcher.compute_bitmask(), np.uint32)
+        joined_W, spaced_W = own[: vocabulary.num_words], own[vocabulary.num_words :]
         if not reading.num_tokens:
-            return joined & tokens.starts_word
+            return joined_W & vocabulary.starts_word_W
         if not reading.ends_word:
-            return joined
-        if not tokens.words_can_join and not is_word_break(reading.text[-1]):  # two words without a space would be one
-            joined = joined & (~tokens.starts_word | self.vocabulary.begins_with_break)
-        return joined | spaced
+            return joined_W
+        # two words without a space would be one
+        if not vocabulary.spelling.words_can_join and not is_word_break(reading.text[-1]):
+            joined_W = joined_W & vocabulary.joins_word_W
+        return joined_W | spaced_W
 
     def accept(self, token: int) -> None:
         """Append a token. Special tokens are no text."""
         if token in self.vocabulary.eos_ids:
             self.ended = True
-        elif not self.vocabulary.spelling.pieces[token]:
+        elif not self.vocabulary.spelling.pieces[token] or not self.readings:
             return
-        elif self.vocabulary.spelling.has_optional_spaces:
+        elif not self.vocabulary.is_exact:
             self.readings = self.extend_readings(token)
-        else:
-            self.readings = [r for r in self.readings if r.matcher.try_consume_tokens([token])]
+        elif not self.readings[0].matcher.try_consume_tokens([token]):
+            self.readings = []
+
+    def accept_all(self, tokens: TokenIds) -> None:
+        """Append tokens; several at once where that is possible."""
+        if not self.vocabulary.is_exact or not self.readings:
+            for token in tokens:
+                self.accept(token)
+            return
+        eos_ids, pieces = self.vocabulary.eos_ids, self.vocabulary.spelling.pieces
+        self.ended = self.ended or any(token in eos_ids for token in tokens)
+        own = [token for token in tokens if pieces[token] and token not in eos_ids]
+        if self.readings[0].matcher.try_consume_tokens(own) < len(own):
+            self.readings = []
 
     def extend_readings(self, token: int) -> list[Reading]:
         """Return the readings with the next token, with and without a space before it."""
@@ -246,7 +342,7 @@ class ConstraintRow:
             is_joinable = tokens.words_can_join or is_word_break(reading.text[-1:] or " ") or is_word_break(piece[0])
             usual = is_boundary and space_is_usual(reading.text, piece)
             for has_space in [usual, not usual] if is_boundary and is_joinable else [is_boundary]:
-                own = token + self.vocabulary.size * has_space
+                own = token + self.vocabulary.spaced_offset * has_space
                 if not reading.matcher.validate_tokens([own]):
                     continue
                 matcher = reading.matcher.deep_copy()
@@ -269,19 +365,27 @@ class ConstraintState:
     """The constraint of a batch: `forbidden` before a token is chosen, `accept` after it."""
 
     def __init__(self, rows: list[ConstraintRow], vocab_size: int, device: torch.device) -> None:
-        self.rows, self.vocab_size, self.device = rows, vocab_size, device
-        self.buffer_BV = np.ones((len(rows), vocab_size), dtype=bool)  # tokens beyond the tokenizer's stay forbidden
+        self.vocab_size, self.device = vocab_size, device
+        self.set_rows(rows)
 
-    def forbidden(self) -> Tensor:
+    def set_rows(self, rows: list[ConstraintRow]) -> None:
+        """Allocate bits, their bytes, and eight bools for each byte. Scores without a token are forbidden."""
+        self.rows = rows
+        self.masks = TokenMasks(np.zeros((len(rows), rows[0].vocabulary.num_words), dtype=np.uint32))
+        self.bytes = self.masks.permitted_BW.view(np.uint8).reshape(-1)
+        self.bools = np.zeros(len(self.bytes), dtype=np.uint64)
+        known_BV = torch.from_numpy(self.bools.view(bool).reshape(len(rows), -1))[:, : self.vocab_size]
+        self.known_BV, self.num_unknown = known_BV, self.vocab_size - known_BV.shape[1]
+
+    def forbidden(self, may_end: bool = True) -> Tensor:
         """(B, V) bool: the tokens that may not follow: all but EOS in a row that has ended or cannot go on.
 
         On a CPU the next call overwrites it.
         """
-        if len(self.buffer_BV) != len(self.rows):
-            self.buffer_BV = np.ones((len(self.rows), self.vocab_size), dtype=bool)
-        for forbidden_V, row in zip(self.buffer_BV, self.rows, strict=True):
-            row.write_forbidden(forbidden_V)
-        return torch.from_numpy(self.buffer_BV).to(self.device)
+        self.masks.write([MaskRequest(i, row, may_end) for i, row in enumerate(self.rows)])
+        np.take(FORBIDDEN_BOOLS, self.bytes, out=self.bools, mode="clip")
+        forbidden_BV = F.pad(self.known_BV, (0, self.num_unknown), value=True) if self.num_unknown else self.known_BV
+        return forbidden_BV if self.device.type == "cpu" else forbidden_BV.to(self.device)
 
     def accept(self, token_B: Iterable[int]) -> None:
         """Append a token to each row."""
@@ -294,4 +398,7 @@ class ConstraintState:
         for row in rows:
             selected.append(self.rows[row].copy() if row in used else self.rows[row])
             used.add(row)
-        self.rows = selected
+        if len(selected) == len(self.rows):
+            self.rows = selected
+        else:
+            self.set_rows(selected)

@@ -13,9 +13,9 @@ The text of a sequence depends on the model, the prompt, the seed and the sequen
 its random numbers are those of `sampling.py`.
 
 A grammar (`constraint.py`) is walked by the host: it must know a token before it can say which ones may follow. The
-graph of such a step reads the mask from the host's memory, chooses a token, writes it to the host's memory, and
-computes the next logits. The host walks on meanwhile, and launches the next graph before this one ends, since the
-logits take longer than the next mask.
+graph of such a step reads the mask from the host's memory, one bit for each token, chooses a token, writes it to the
+host's memory, and computes the next logits. The host walks on meanwhile, and launches the next graph before this one
+ends, since the logits take longer than the next mask.
 
 A graph holds the addresses of its tensors, so that the state of the last call is kept with the model and used again by
 a call that fits. The first call compiles and captures, the later ones start at once.
@@ -36,14 +36,13 @@ import torch
 from torch import Tensor
 
 from firth.generate.config import GenerationConfig
-from firth.generate.constraint import Constraint, ConstraintRow
+from firth.generate.constraint import Constraint, ConstraintRow, MaskRequest, TokenMasks, num_mask_words
 from firth.generate.cuda_graph import capture_graph
 from firth.generate.decode_state import CachedDecode, get_mask_ids, require_tokenizer
 from firth.generate.length_budget import INITIAL_NEW_TOKENS, warn_context_length
 from firth.generate.sampling import (
     NEG_INF,
     apply_repetition_penalty,
-    forbid_tokens,
     force_token,
     sample_from_uniform,
     seen_tokens,
@@ -53,7 +52,7 @@ from firth.generate.sampling import (
 from firth.models import Encoder, EncoderDecoder, ForcedTokens, Model, Stack
 from firth.models.fused_decode import FusedDecode, can_fuse_decode, fused_logits
 from firth.models.heads import LMHeadModule
-from firth.models.kernels.decode_choice import RowState, argmax_parts, copy_from_host, copy_to_host, record_tokens
+from firth.models.kernels.decode_choice import RowState, argmax_parts, forbid_by_host_mask, record_tokens
 from firth.tokens import TokenIds
 
 STEPS_PER_CHECK = 16  # steps that are replayed before the host looks for ended sequences
@@ -182,10 +181,12 @@ class DeviceDecode:
         )
         self.eos_E = torch.tensor([i for i in settings.eos_ids if i < self.vocab_size], dtype=torch.long, device=device)
         self.graph: Callable[[], None] | None = None
+        self.host_chosen_B: Tensor | None = None
         if settings.is_constrained:
-            self.forbidden_BV = torch.zeros(B, self.vocab_size, dtype=torch.bool, device=device)
-            self.host_forbidden_BV = torch.ones(B, self.vocab_size, dtype=torch.bool, pin_memory=device.type == "cuda")
-            self.host_chosen_B = torch.zeros(B, dtype=torch.long, pin_memory=device.type == "cuda")
+            width, is_pinned = num_mask_words(self.vocab_size), device.type == "cuda"
+            self.host_permitted_BW = torch.full((B, width), -1, dtype=torch.int32, pin_memory=is_pinned)
+            self.host_masks = TokenMasks(self.host_permitted_BW.numpy())
+            self.host_chosen_B = torch.zeros(B, dtype=torch.long, pin_memory=is_pinned)
 
     def fits(self, settings: DeviceSettings, num_slots: int, longest: int, max_new: int, longest_source: int) -> bool:
         """Whether these slots can be used again, for these settings and lengths."""
@@ -227,7 +228,8 @@ class DeviceDecode:
             step()
 
     def run_constrained_step(self, use_graph: bool) -> list[int]:
-        """Decode one step under the masks of `host_forbidden_BV`; return the tokens while the logits are computed."""
+        """Decode one step under the masks of `host_masks`; return the tokens while the logits are computed."""
+        assert self.host_chosen_B is not None
         step, host_B = self.step_fn(use_graph), self.host_chosen_B.numpy()
         host_B.fill(-1)
         step()
@@ -237,7 +239,7 @@ class DeviceDecode:
             while host_B.min() < 0 and not stream.query():
                 pass
         tokens: list[int] = host_B.tolist()
-        return tokens  # so the mask has been copied, too: the host may write the next one
+        return tokens  # so the mask has been read, too: the host may write the next one
 
     def step_fn(self, use_graph: bool) -> Callable[[], None]:
         if use_graph and self.graph is None:
@@ -251,18 +253,13 @@ class DeviceDecode:
 
     def step(self) -> None:
         """Choose a token from the logits of each slot, record it, and compute the logits after it."""
-        if self.settings.is_constrained:
-            copy_from_host(self.forbidden_BV, self.host_forbidden_BV)
-        token_B = self.choose_token()
-        if self.settings.is_constrained:
-            copy_to_host(token_B, self.host_chosen_B)
-        self.forward(token_B)
+        self.forward(self.choose_token())
 
     def choose_token(self) -> Tensor:
         """Choose a token from the logits of each slot, (B,), and record it."""
         value_BC, token_BC = self.choose()
         at_B1 = self.count_B.clone()[:, None] if self.settings.keeps_logprobs else None
-        token_B = record_tokens(value_BC, token_BC, self.row_state())
+        token_B = record_tokens(value_BC, token_BC, self.row_state(), self.host_chosen_B)
         if at_B1 is not None:
             logprob_B1 = self.logits_BV.float().log_softmax(-1).gather(1, token_B[:, None])
             self.logprob_BL.scatter_(1, at_B1, logprob_B1)
@@ -296,14 +293,14 @@ class DeviceDecode:
 
     def process(self, scores_BV: Tensor) -> Tensor:
         """`LogitsProcessor.process`, with the number of new tokens of each slot on the device."""
-        settings, count_B1, original_BV = self.settings, self.count_B[:, None], scores_BV
+        settings, count_B1 = self.settings, self.count_B[:, None]
         if self.seen_BV is not None:
             scores_BV = apply_repetition_penalty(scores_BV.float(), self.seen_BV, settings.repetition_penalty)
-        if settings.min_new_tokens:
+        if settings.is_constrained:
+            scores_BV = forbid_by_host_mask(scores_BV, self.host_permitted_BW)  # it knows `min_new_tokens`
+        elif settings.min_new_tokens:
             without_eos_BV = scores_BV.index_fill(1, self.eos_E, NEG_INF)
             scores_BV = torch.where(count_B1 < settings.min_new_tokens, without_eos_BV, scores_BV)
-        if settings.is_constrained:
-            scores_BV = forbid_tokens(scores_BV, original_BV, self.forbidden_BV)
         if settings.forced.bos is not None:
             scores_BV = torch.where(count_B1 == 0, force_token(scores_BV, settings.forced.bos), scores_BV)
         if settings.forced.eos is not None:
@@ -472,19 +469,18 @@ class DeviceScheduler:
 
     def run_constrained(self, num_steps: int) -> None:
         """Decode this many steps, and wait for each token, until all sequences have ended."""
-        masks = self.decode.host_forbidden_BV.numpy()
+        min_new_tokens = self.decode.settings.min_new_tokens
         for step in range(num_steps):
-            rows = [
-                (b, slot.constraint)
+            requests = [
+                MaskRequest(b, slot.constraint, slot.steps + step >= min_new_tokens)
                 for b, slot in enumerate(self.slots)
                 if slot and slot.constraint and not slot.constraint.ended and slot.steps + step < slot.budget
             ]
-            if not rows:
+            if not requests:
                 return
-            for b, row in rows:
-                row.write_forbidden(masks[b])
+            self.decode.host_masks.write(requests)
             tokens = self.decode.run_constrained_step(self.use_graph)
-            for b, row in rows:
+            for b, row, _ in requests:
                 row.accept(tokens[b])
 
     def has_steps_left(self) -> bool:

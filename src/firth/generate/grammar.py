@@ -27,7 +27,8 @@ EOS_BYTE = 256  # of the tokenizer whose tokens are the 256 bytes
 # Keywords of JSON Schema whose value is a schema, a list of schemas or an object of schemas.
 SCHEMA_KEYWORDS = ("items", "additionalProperties", "additionalItems", "contains", "not", "if", "then", "else")
 SCHEMA_LIST_KEYWORDS = ("anyOf", "allOf", "oneOf", "prefixItems", "items")
-SCHEMA_MAP_KEYWORDS = ("properties", "patternProperties", "$defs", "definitions", "dependentSchemas")
+DEFINITIONS = ("$defs", "definitions")
+SCHEMA_MAP_KEYWORDS = ("properties", "patternProperties", "dependentSchemas", *DEFINITIONS)
 
 
 class Grammar(NamedTuple):
@@ -85,12 +86,15 @@ def read_grammar(generation_config: GenerationConfig) -> Grammar | None:
 
 
 def read_schema(kind: str, value: Any) -> dict[str, Any]:
-    if isinstance(value, str | Path):
+    if isinstance(value, str | Path) and str(value):
         is_text = isinstance(value, str) and value.lstrip().startswith("{")
         value = parse_json(str(value), kind) if is_text else read_json(Path(value))
     if not isinstance(value, dict):
         raise UserError(f"A JSON schema must be an object of keywords, and this one is {quote(shorten(repr(value)))}.")
-    options = {"whitespace_pattern": JSON_WHITESPACE, **value.get("x-guidance", {})}
+    given = value.get("x-guidance", {})
+    if not isinstance(given, dict):
+        raise UserError(f"{kind}: #/x-guidance must be an object of options, and is {quote(shorten(repr(given)))}.")
+    options = {"whitespace_pattern": JSON_WHITESPACE, **given}
     return {"json_schema": {**value, "x-guidance": options}}
 
 
@@ -166,6 +170,8 @@ def describe_error(grammar: Grammar, value: Any, error: str) -> str:
     if "error:" in error:  # of the regex library: the pattern, a line of carets, the reason
         reasons = [line.removeprefix("error: ") for line in reasons if line.startswith("error: ")]
     reason = reasons[0].replace("Unimplemented keys:", "not supported:").rstrip(".")
+    if reason.startswith("Resource"):
+        reason = "a reference must point into the same schema: #/$defs/NAME"
     if reason.startswith("oneOf"):
         reason = 'the parts of oneOf must exclude each other; "x-guidance": {"coerce_one_of": true} reads it as anyOf'
     return f"{where}: {shorten(reason, MAX_REASON_CHARS)}."
@@ -173,7 +179,7 @@ def describe_error(grammar: Grammar, value: Any, error: str) -> str:
 
 def find_wrong_part(schema: Mapping[str, Any], error: str) -> tuple[str, str]:
     """Return the JSON pointer of the innermost part that does not compile by itself, and its error."""
-    shared = {key: schema[key] for key in ("$defs", "definitions", "x-guidance") if key in schema}
+    shared = {key: schema[key] for key in (*DEFINITIONS, "x-guidance") if key in schema}
     part, pointer, is_found = schema, "", True
     while is_found:
         is_found = False
@@ -183,17 +189,32 @@ def find_wrong_part(schema: Mapping[str, Any], error: str) -> tuple[str, str]:
                 part, pointer, error, is_found = inner, pointer + path, own, True
                 break
     key = next((key for key in part if f"'{key}'" in error or f'"{key}"' in error), "")
+    if not key:  # the keyword without which the part compiles
+        others = {key: {**shared, **{name: value for name, value in part.items() if name != key}} for key in part}
+        keys = sorted(others, key=lambda key: key == "type")  # without a type, no other keyword has a meaning
+        key = next((key for key in keys if not compile_error(Grammar("json_schema", {"json_schema": others[key]}))), "")
     return pointer + (f"/{key}" if key else ""), error
+
+
+def escape_pointer(name: str) -> str:
+    """Return a name as RFC 6901 writes it in a JSON pointer.
+
+    >>> escape_pointer("a/b~c")
+    'a~1b~0c'
+    """
+    return name.replace("~", "~0").replace("/", "~1")
 
 
 def iter_parts(schema: Mapping[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:
     """Yield the JSON pointer and the schema of each direct part of a schema."""
-    for key, value in schema.items():
+    for key, value in sorted(
+        schema.items(), key=lambda item: item[0] not in DEFINITIONS
+    ):  # those that refer come later
         parts: list[tuple[str, Any]] = []
         if key in SCHEMA_LIST_KEYWORDS and isinstance(value, list):
             parts = [(f"/{key}/{i}", part) for i, part in enumerate(value)]
         elif key in SCHEMA_MAP_KEYWORDS and isinstance(value, dict):
-            parts = [(f"/{key}/{name}".replace("~", "~0"), part) for name, part in value.items()]
+            parts = [(f"/{key}/{escape_pointer(name)}", part) for name, part in value.items()]
         elif key in SCHEMA_KEYWORDS:
             parts = [(f"/{key}", value)]
         yield from ((path, part) for path, part in parts if isinstance(part, dict))

@@ -72,10 +72,11 @@ class LogitsProcessor:
             scores_BV = apply_repetition_penalty(scores_BV, self.seen_BV, self.generation_config.repetition_penalty)
         if self.history is not None:
             scores_BV = ban_repeated_ngrams(scores_BV, self.history, self.generation_config.no_repeat_ngram_size)
-        if step < self.generation_config.min_new_tokens:
-            scores_BV = scores_BV.index_fill(1, self.eos_E, NEG_INF)
+        may_end = step >= self.generation_config.min_new_tokens
         if self.constraint is not None:
-            scores_BV = forbid_tokens(scores_BV, original_BV, self.constraint.forbidden())
+            scores_BV = forbid_tokens(scores_BV, original_BV, self.constraint.forbidden(may_end))
+        elif not may_end:
+            scores_BV = scores_BV.index_fill(1, self.eos_E, NEG_INF)
         if self.forced.bos is not None and step == 0:
             scores_BV = force_token(scores_BV, self.forced.bos)
         if self.forced.eos is not None and step + 1 >= self.min_budget:

@@ -10,6 +10,7 @@ from models.kernels.test_glu import DEVICE, INTERPRETED, on_a_gpu
 from torch import Tensor
 from torch.testing import assert_close
 
+from firth.generate.constraint import pack_mask
 from firth.models.kernels import decode_attention as attention_module
 from firth.models.kernels import decode_choice as choice_module
 from firth.models.kernels import decode_linear as linear_module
@@ -17,8 +18,7 @@ from firth.models.kernels.decode_attention import decode_attention, decode_atten
 from firth.models.kernels.decode_choice import (
     RowState,
     argmax_parts,
-    copy_from_host,
-    copy_to_host,
+    forbid_by_host_mask,
     record_reference,
     record_tokens,
 )
@@ -143,22 +143,27 @@ def test_attention(name: str, parts: int, dtype: torch.dtype, kernels: None, mon
 
 @pytest.mark.gpu
 @on_a_gpu
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("shape", [(1, 1), (3, 70), (5, 5000)], ids=str)
-def test_copies_from_and_to_the_host(shape: tuple[int, int], kernels: None) -> None:
-    """The host changes its memory between two copies: the second one reads what is there then."""
-    pinned = torch.zeros(shape, dtype=torch.bool, pin_memory=DEVICE == "cuda")
-    on_device = torch.ones(shape, dtype=torch.bool, device=DEVICE)
-    copy_from_host(on_device, pinned)
-    assert not on_device.any()
-    pinned[-1, -1] = True
-    copy_from_host(on_device, pinned)
-    assert_close(on_device.cpu(), pinned)
-    tokens = torch.arange(shape[0], device=DEVICE) + 2**33
-    told = torch.full_like(tokens, -1, device="cpu", pin_memory=DEVICE == "cuda")
-    copy_to_host(tokens, told)
-    if DEVICE == "cuda":
-        torch.cuda.synchronize()
-    assert told.tolist() == tokens.tolist()
+def test_mask_in_the_memory_of_the_host(shape: tuple[int, int], dtype: torch.dtype, kernels: None) -> None:
+    """The host changes its memory between two steps: the second one reads what is there then."""
+    torch.manual_seed(0)
+    scores, permitted = numbers(*shape, dtype=dtype), torch.rand(shape) < 0.5
+    permitted[-1, -1] = False
+    pinned = torch.zeros(shape[0], -(-shape[1] // 32), dtype=torch.int32, pin_memory=DEVICE == "cuda")
+    assert forbid_by_host_mask(scores, pinned).isneginf().all()
+    for changed in (False, True):
+        permitted[-1, -1] = changed
+        for row, words in zip(permitted, pinned, strict=True):
+            words.copy_(torch.from_numpy(pack_mask(row.numpy()).view("int32")))
+        wanted = scores.masked_fill(~permitted.to(DEVICE), float("-inf"))
+        assert_close(forbid_by_host_mask(scores, pinned), wanted, atol=0, rtol=0)
+
+
+def test_mask_in_the_memory_of_the_host_without_a_gpu() -> None:
+    scores = torch.arange(70.0)[None]
+    mask = torch.from_numpy(pack_mask(torch.arange(70).numpy() % 3 == 0).view("int32"))[None]
+    assert forbid_by_host_mask(scores, mask)[0].isfinite().nonzero()[:, 0].tolist() == list(range(0, 70, 3))
 
 
 @pytest.mark.gpu
@@ -187,9 +192,14 @@ def test_choice(shape: tuple[int, int], num_eos: int, kernels: None) -> None:
         scores = torch.randint(0, 50, (B, V), device=DEVICE).float()
         if step == 1:
             scores[0, 11] = 60.0
-        token = record_tokens(*argmax_parts(scores), states[0])
+        told = torch.full((B,), -1, pin_memory=DEVICE == "cuda") if step else None
+        token = record_tokens(*argmax_parts(scores), states[0], told)
         wanted = torch.tensor([row.index(max(row)) for row in scores.tolist()], device=DEVICE)
         assert_close(token, wanted)
+        if told is not None:
+            if DEVICE == "cuda":
+                torch.cuda.synchronize()
+            assert told.tolist() == wanted.tolist()
         record_reference(wanted, states[1])
         for found, expected in zip(*states, strict=True):
             assert_close(found, expected)

@@ -2,9 +2,10 @@
 
 Written with torch, the bookkeeping of a decode step is twenty operations on a few numbers, each a kernel of its own. At
 batch 1 these are a fifth of the step. `argmax_parts` finds the maximum of each part of the vocabulary. `record_tokens`
-reduces the parts, stores the token, counts it, looks for EOS, and computes the position of the token.
+reduces the parts, stores the token, counts it, looks for EOS, and computes the position of the token. With a grammar,
+`forbid_by_host_mask` comes first, and `record_tokens` tells the host the tokens.
 
-Shapes: B rows, V vocabulary, C parts of the vocabulary, L new tokens, E EOS tokens.
+Shapes: B rows, V vocabulary, C parts of the vocabulary, L new tokens, E EOS tokens, W words of a mask.
 """
 
 from __future__ import annotations
@@ -24,9 +25,8 @@ if triton is not None:
 ARGMAX_BLOCK_TOKENS = 1024  # tokens that a program compares at once
 MAX_ARGMAX_PARTS = 64
 ARGMAX_TARGET_PROGRAMS = 1024  # eight for each multiprocessor of an H100: a program waits for memory most of the time
-
-
-COPY_BLOCK_BYTES = 4096
+MASK_BITS = 32  # of a word
+MASK_BLOCK_WORDS = 32  # words of a mask that a program reads
 
 
 class RowState(NamedTuple):
@@ -59,16 +59,21 @@ def argmax_parts(scores_BV: Tensor) -> tuple[Tensor, Tensor]:
     return value_BC, token_BC
 
 
-def record_tokens(value_BC: Tensor, token_BC: Tensor, state: RowState) -> Tensor:
-    """Store the token of the highest value of each row in the state; return it, (B,)."""
+def record_tokens(value_BC: Tensor, token_BC: Tensor, state: RowState, told_B: Tensor | None = None) -> Tensor:
+    """Store the token of the highest value of each row in the state; return it, (B,).
+
+    `told_B` is pinned memory of the host, which sees the tokens there while the next kernels run.
+    """
     if triton is None or not uses_decode_kernels(value_BC):
         token_B = token_BC.gather(1, value_BC.argmax(-1, keepdim=True))[:, 0]
         record_reference(token_B, state)
+        if told_B is not None:
+            told_B.copy_(token_B)
         return token_B
     token_B = torch.empty_like(token_BC[:, 0])
     launch(
-        record_kernel, (len(token_B),), value_BC, token_BC, token_B, *state,
-        state.tokens.shape[1], PARTS=token_BC.shape[1], NUM_EOS=len(state.eos),
+        record_kernel, (len(token_B),), value_BC, token_BC, token_B, token_B if told_B is None else told_B, *state,
+        state.tokens.shape[1], PARTS=token_BC.shape[1], NUM_EOS=len(state.eos), TELLS=told_B is not None,
     )  # fmt: skip
     return token_B
 
@@ -83,43 +88,42 @@ def record_reference(token_B: Tensor, state: RowState) -> None:
     torch.sub(state.prompt_length + state.num_new, 1, out=state.position)
 
 
-def copy_from_host(on_device: Tensor, pinned: Tensor) -> None:
-    """Copy pinned memory of the host, as it is when the GPU comes to this copy, to a tensor of the same shape.
+def forbid_by_host_mask(scores_BV: Tensor, permitted_BW: Tensor) -> Tensor:
+    """Return the scores, -inf where the bit of a token is 0.
 
-    In a CUDA graph a copy node costs 10 us, and on a stream of its own as much to wait for; a kernel costs 3.
+    The mask is pinned memory of the host, int32, as it is when the GPU comes to this kernel. To copy it first would
+    cost a second kernel, 3 us in a CUDA graph, and a copy node 10.
     """
-    copy_pinned(on_device, pinned, to_host=False)
-
-
-def copy_to_host(on_device: Tensor, pinned: Tensor) -> None:
-    """Copy a tensor to pinned memory of the host, which sees it while the next kernels run."""
-    copy_pinned(on_device, pinned, to_host=True)
-
-
-def copy_pinned(on_device: Tensor, pinned: Tensor, to_host: bool) -> None:
-    assert on_device.shape == pinned.shape
-    assert on_device.is_contiguous()
-    if triton is None or not uses_decode_kernels(on_device):
-        source, target = (on_device, pinned) if to_host else (pinned, on_device)
-        target.copy_(source)
-        return
-    on_device, pinned = on_device.view(torch.uint8).view(-1), pinned.view(torch.uint8).view(-1)
-    n = len(on_device)
+    assert scores_BV.is_contiguous()
+    assert permitted_BW.is_contiguous()
+    B, V = scores_BV.shape
+    W = permitted_BW.shape[1]
+    assert permitted_BW.shape == (B, -(-V // MASK_BITS))
+    if triton is None or not uses_decode_kernels(scores_BV):
+        bits_BW32 = permitted_BW.to(scores_BV.device)[:, :, None] >> torch.arange(MASK_BITS, device=scores_BV.device)
+        return scores_BV.masked_fill((bits_BW32 & 1).view(B, -1)[:, :V] == 0, float("-inf"))
+    masked_BV = torch.empty_like(scores_BV)
     launch(
-        copy_kernel, (triton.cdiv(n, COPY_BLOCK_BYTES),), on_device, pinned, n,
-        TO_HOST=to_host, BLOCK=min(COPY_BLOCK_BYTES, triton.next_power_of_2(n)),
+        forbid_kernel, (B, triton.cdiv(W, MASK_BLOCK_WORDS)), scores_BV, permitted_BW, masked_BV, V, W,
+        WORDS=MASK_BLOCK_WORDS, BITS=MASK_BITS, num_warps=1,  # one warp: it reads its words in one transfer
     )  # fmt: skip
+    return masked_BV
 
 
 if triton is not None:
 
     @triton.jit
-    def copy_kernel(on_device, pinned, size, TO_HOST: tl.constexpr, BLOCK: tl.constexpr):
-        n = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-        if TO_HOST:
-            tl.store(pinned + n, tl.load(on_device + n, mask=n < size), mask=n < size, cache_modifier=".wt")
-        else:  # `.cv`: not what an earlier copy left in a cache
-            tl.store(on_device + n, tl.load(pinned + n, mask=n < size, cache_modifier=".cv"), mask=n < size)
+    def forbid_kernel(scores, permitted, masked, V, W, WORDS: tl.constexpr, BITS: tl.constexpr):
+        b, part = tl.program_id(0), tl.program_id(1)
+        w = part * WORDS + tl.arange(0, WORDS)
+        # `.cv`: not what an earlier step left in a cache
+        word = tl.load(permitted + b * W + w, mask=w < W, other=0, cache_modifier=".cv")
+        bit = tl.arange(0, BITS)
+        is_permitted = ((word[:, None] >> bit[None, :]) & 1) != 0
+        n = w[:, None] * BITS + bit[None, :]
+        at = b.to(tl.int64) * V + n
+        x = tl.load(scores + at, mask=n < V, other=0.0)
+        tl.store(masked + at, tl.where(is_permitted, x, float("-inf")), mask=n < V)
 
     @triton.jit
     def argmax_kernel(scores, value, token, V, part_size, BLOCK: tl.constexpr):
@@ -143,8 +147,8 @@ if triton is not None:
 
     @triton.jit
     def record_kernel(
-        value, token, chosen, tokens, count, budget, done, ended, prompt_length, position, eos, width,
-        PARTS: tl.constexpr, NUM_EOS: tl.constexpr,
+        value, token, chosen, told, tokens, count, budget, done, ended, prompt_length, position, eos, width,
+        PARTS: tl.constexpr, NUM_EOS: tl.constexpr, TELLS: tl.constexpr,
     ):  # fmt: skip
         b = tl.program_id(0)
         part = b * PARTS + tl.arange(0, PARTS)
@@ -160,6 +164,8 @@ if triton is not None:
         new_count = old_count + tl.where(was_done, 0, 1)
         is_done = was_done | is_eos | (new_count >= tl.load(budget + b))
         tl.store(chosen + b, new)
+        if TELLS:
+            tl.store(told + b, new, cache_modifier=".wt")
         tl.store(tokens + b.to(tl.int64) * width + old_count, new)
         tl.store(count + b, new_count)
         tl.store(ended + b, was_ended | (is_eos & (was_done == 0)))
