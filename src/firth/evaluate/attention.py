@@ -26,6 +26,7 @@ from torch import Tensor
 from firth.core.errors import UserError
 from firth.generate.decode_state import eval_mode, require_tokenizer
 from firth.models import Encoder, EncoderDecoder, Model, make_sequence_template
+from firth.models.config import MultipleChoiceHead
 from firth.objectives import CounterRNG
 from firth.objectives.visibility import sample_permutation_ranks
 
@@ -134,21 +135,20 @@ def attend_to_text(
             f"{longest:,} tokens have {num:,} weights, more than {MAX_COMPUTED_WEIGHTS:,}. Shorten the text."
         )
     device = model.embed.tokens.weight.device
+    input_ids = torch.tensor([ids], device=device)
     with eval_mode(model):
-        if isinstance(model, EncoderDecoder):
-            output = model(
-                torch.tensor([ids], device=device),
-                decoder_input_ids=torch.tensor([target_ids], device=device),
-                output_attentions=True,
-            )
+        if not isinstance(model, EncoderDecoder):
+            found = {config.architecture: attend_in_stack(model, input_ids, permutation)}
+        elif isinstance(config.head, MultipleChoiceHead):  # reads several texts, and this is one
+            attentions: list[Tensor] = []
+            model.encoder(model.embed(input_ids), None, attentions=attentions)
+            found = {"encoder": attentions}
+        else:
+            target = torch.tensor([target_ids], device=device)
+            output = model(input_ids, decoder_input_ids=target, output_attentions=True)
             found = {"encoder": output.encoder_attentions}
             if has_target:
                 found |= {"decoder": output.attentions, "cross": output.cross_attentions}
-        elif permutation is not None:
-            found = {"encoder": attend_in_order(model, ids, permutation)}
-        else:
-            output = model(torch.tensor([ids], device=device), output_attentions=True)
-            found = {config.architecture: output.attentions}
     # a task head on the encoder has no decoder
     return AttendedText(ids, target_ids, {kind: weights for kind, weights in found.items() if weights is not None})
 
@@ -158,16 +158,20 @@ def can_permute(model: Model) -> bool:
     return isinstance(model, Encoder) and "query" in model.extras
 
 
-def attend_in_order(model: Model, ids: list[int], permutation: int) -> list[Tensor]:
-    """Return the weights (1, H, T, T) of all layers where each token attends to those before it in a random order."""
-    if not isinstance(model, Encoder) or not can_permute(model):
+def attend_in_stack(model: Model, input_ids: Tensor, permutation: int | None) -> list[Tensor]:
+    """Return the weights (1, H, T, T) of all layers, without the head; with `permutation`, in that random order."""
+    if permutation is not None and not can_permute(model):
         raise UserError("A permutation is for models with a query stream (XLNet).")
-    rank_BT = sample_permutation_ranks(np.ones((1, len(ids)), bool), CounterRNG(permutation, np.array([0])))
-    device = model.embed.tokens.weight.device
+    model.check_length(input_ids.shape[1])
+    rank = None
+    if permutation is not None:
+        row = np.ones((1, input_ids.shape[1]), bool)
+        rank = torch.from_numpy(sample_permutation_ranks(row, CounterRNG(permutation, np.array([0])))).to(
+            input_ids.device
+        )
     attentions: list[Tensor] = []
-    x_BTE = model.embed_backbone_inputs(torch.tensor([ids], device=device), None, None)
-    rank = torch.from_numpy(rank_BT).to(device)
-    model.stack(model.embed.widen(x_BTE), None, rank, attentions=attentions)
+    x_BTD = model.embed.widen(model.embed_backbone_inputs(input_ids, None, None))
+    model.stack(x_BTD, None, rank, attentions=attentions)
     return attentions
 
 
