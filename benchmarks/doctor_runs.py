@@ -167,6 +167,11 @@ def repeated_lines(count: int = 200) -> list[str]:
     return [" ".join(rng.choice(stock) if i % 2 else language.sentence(rng, 1) for i in range(8)) for _ in range(count)]
 
 
+def one_short_line(count: int = 400) -> list[str]:
+    """Return documents of one sentence, repeated, that is too short to be a line of its own."""
+    return [" ".join(["The cat sat on the mat."] * (5 + i % 40)) for i in range(count)]
+
+
 def templates(count: int = 400) -> list[str]:
     rng, names = random.Random(0), make_words(200, 5)
     form = "The order of {} was sent to {} on the {} of {} and it is paid by {}."
@@ -436,6 +441,7 @@ SICK: dict[str, Case] = {
     "decoder-overfitting": trained("overfitting", "repeated-data", **DECODER, text=tiny_text, max_steps=200),
     "domain-shift": untrained("domain-shift", text=other_held_out),
     "duplicated-lines": untrained("duplicated-lines", text=repeated_lines),
+    "one-short-line": untrained("duplicated-lines", text=one_short_line, vocab_size=100),
     "templated-lines": untrained("templated-lines", text=templates),
     "unknown-tokens": untrained("unknown-tokens", "untrained-embeddings", text=cyrillic, tokenizer_text=some_text),
     "short-pieces": untrained(

@@ -29,6 +29,7 @@ from firth.core.html import HtmlPage
 from firth.evaluate.pretraining_report import add_doctor_section
 from firth.lab.batch_rules import BATCH_RULES, BatchFacts, count_labels
 from firth.lab.doctor import ALL_RULES, REFERENCE_RULES, diagnose_run, try_diagnosis
+from firth.lab.text_rules import RepeatedLines, TextFacts, check_domain_shift, divergence, random_divergences
 from firth.objectives import IGNORE_INDEX, MLM, Batch
 from firth.tasks import FinetuneRecipe
 from firth.train import Recipe, pretrain, read_log
@@ -245,6 +246,24 @@ def test_a_broken_objective_is_found_in_a_run(shop: Any, monkeypatch: pytest.Mon
 
 
 # --- the pieces -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("is_other", [False, True])
+def test_one_document_of_many_different_ones_is_no_other_domain(shop: Any, is_other: bool) -> None:
+    """Books differ from each other: one that is held out differs from the rest as each of them does."""
+    rng, size = np.random.default_rng(0), 400
+    words = rng.dirichlet(np.full(size, 0.3), 25)  # each document has words of its own
+    documents = np.stack([rng.multinomial(4000, p) for p in words])
+    held_out = (
+        rng.multinomial(4000, rng.dirichlet(np.full(size, 0.3))) if not is_other else np.eye(size, dtype=int)[7] * 4000
+    )
+    random = random_divergences(documents.sum(1), lambda chosen: np.repeat(np.arange(size), documents[chosen].sum(0)),
+                                documents.sum(0), 4000)  # fmt: skip
+    tokenizer = shop.make_shards(RUNS.tiny_text, "wordpiece").tokenizer
+    repeated = RepeatedLines(0.0, 0.0, (), ())
+    facts = TextFacts(tokenizer, documents.sum(0), held_out, random, repeated, {}, False, "shards")
+    assert (check_domain_shift(facts) is not None) == is_other
+    assert divergence(held_out, documents.sum(0)) > random.mean() / 2
 
 
 def test_series() -> None:

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import shlex
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import NamedTuple
@@ -29,9 +29,10 @@ from firth.train.findings import Evidence, Rule
 MAX_COUNTED_TOKENS = 10_000_000  # of a part, from its beginning, whose frequencies are counted
 MAX_SEARCHED_TOKENS = 1_000_000  # in which repeated lines and special tokens are searched
 SMOOTHING = 0.5  # added to each count before two distributions are compared
-NUM_RANDOM_PARTS = 4  # random parts of the training text that the held-out part is compared with
+NUM_RANDOM_PARTS = 12  # random parts of the training text that the held-out part is compared with
 MIN_COMPARED_TOKENS = 2_000  # of a held-out part
-KL_NATS, KL_FACTOR = 0.15, 2.0  # divergence above that of random parts, in nats and as a factor of it
+KL_NATS, KL_FACTOR = 0.15, 2.0  # divergence above the mean of random parts, in nats and as a factor of it
+KL_MAX_FACTOR = 1.25  # and above the largest of them: a few long documents differ much by chance
 MIN_LINE_TOKENS = 8  # of a line that is compared with others
 DUPLICATED_SHARE = 0.2  # of the tokens, in lines that occurred before
 FREQUENT_SHARE = 0.002  # of the tokens, from which a token belongs to the skeleton of a line
@@ -59,7 +60,7 @@ class TextFacts:
     tokenizer: Tokenizer
     counts: np.ndarray  # of the training text
     held_out_counts: np.ndarray | None
-    random_divergence: float  # mean KL of random parts of the training text, as large as the held-out part
+    random_divergences: np.ndarray  # KL of random parts of the training text, as large as the held-out part
     repeated: RepeatedLines
     special_counts: dict[str, int]  # special tokens that are written out in the text
     is_pretrained: bool  # the run starts from a checkpoint, whose tokenizer it must keep
@@ -84,11 +85,17 @@ def collect_text_facts(
     bounds = first_line_bounds(train, len(tokens))
     held_out_counts = None if held_out is None else count_tokens(held_out.tokens, size)
     counts = count_tokens(train.tokens, size)
+    offsets = np.asarray(train.offsets[: max(int(np.searchsorted(train.offsets, MAX_COUNTED_TOKENS, side="right")), 2)])
+
+    def read(documents: np.ndarray) -> np.ndarray:
+        parts = [train.tokens[offsets[d] : offsets[d + 1]] for d in documents.tolist()]
+        return np.concatenate(parts or [train.tokens[:0]])
+
     return TextFacts(
         tokenizer,
         counts,
         held_out_counts,
-        random_divergence(train, counts, 0 if held_out is None else held_out.num_tokens),
+        random_divergences(np.diff(offsets), read, counts, 0 if held_out is None else held_out.num_tokens),
         find_repeated_lines(tokens, bounds, counts, tokenizer.vocab.unk),
         count_special_lookalikes(tokenizer, tokens),
         is_pretrained,
@@ -102,7 +109,11 @@ def collect_example_facts(tokenizer: Tokenizer, train: Iterable[str], dev: Itera
     ids = [np.array([i for text in part for i in text], np.int64) for part in parts]
     counts = [count_tokens(array, size) for array in ids]
     bounds = np.cumsum([0, *map(len, parts[0])])
-    random = random_part_divergence(parts[0], counts[0], int(counts[1].sum()), size)
+
+    def read(texts: np.ndarray) -> np.ndarray:
+        return np.array([i for text in texts.tolist() for i in parts[0][text]], np.int64)
+
+    random = random_divergences(np.diff(bounds), read, counts[0], int(counts[1].sum()))
     repeated = find_repeated_lines(ids[0], bounds, counts[0], tokenizer.vocab.unk)
     return TextFacts(
         tokenizer, counts[0], counts[1], random, repeated, count_special_lookalikes(tokenizer, ids[0]), True, data
@@ -132,33 +143,22 @@ def divergence(counts_V: np.ndarray, reference_V: np.ndarray) -> float:
     return float((p * np.log(p / q)).sum())
 
 
-def random_divergence(shards: Shards, counts_V: np.ndarray, num_tokens: int) -> float:
-    """Return the mean divergence of random documents, as many tokens as the held-out part, from all documents."""
-    if num_tokens < MIN_COMPARED_TOKENS:
-        return 0.0
-    last = max(int(np.searchsorted(shards.offsets, MAX_COUNTED_TOKENS, side="right")) - 1, 1)
-    tokens, offsets = shards.tokens, np.asarray(shards.offsets[: last + 1])
-    order, found = np.random.default_rng(0).permutation(last), []
-    for part in np.array_split(order, NUM_RANDOM_PARTS):
-        ends = np.cumsum(np.diff(offsets)[part])
-        chosen = part[: int(np.searchsorted(ends, min(num_tokens, MAX_COUNTED_TOKENS))) + 1]
-        ids = np.concatenate([tokens[offsets[d] : offsets[d + 1]] for d in chosen.tolist()] or [tokens[:0]])
-        own_V = count_tokens(ids, len(counts_V))
-        found.append(divergence(own_V, np.maximum(counts_V - own_V, 0)))
-    return float(np.mean(found))
+def random_divergences(
+    sizes: np.ndarray, ids_of: Callable[[np.ndarray], np.ndarray], counts_V: np.ndarray, num_tokens: int
+) -> np.ndarray:
+    """Return the divergences of some random documents, together as many tokens as the held-out part, from all others.
 
-
-def random_part_divergence(texts: Sequence[Sequence[int]], counts_V: np.ndarray, num_tokens: int, size: int) -> float:
-    """Return the same for examples."""
+    `sizes` has the tokens of each document, and `ids_of` returns those of some documents.
+    """
     if num_tokens < MIN_COMPARED_TOKENS:
-        return 0.0
-    order, found = np.random.default_rng(0).permutation(len(texts)), []
-    for part in np.array_split(order, NUM_RANDOM_PARTS):
-        ends = np.cumsum([len(texts[i]) for i in part])
-        chosen = part[: int(np.searchsorted(ends, num_tokens)) + 1]
-        own_V = count_tokens(np.array([t for i in chosen for t in texts[i]], np.int64), size)
+        return np.zeros(1)
+    rng, found = np.random.default_rng(0), list[float]()
+    for _ in range(NUM_RANDOM_PARTS):
+        order = rng.permutation(len(sizes))
+        chosen = order[: int(np.searchsorted(np.cumsum(sizes[order]), min(num_tokens, MAX_COUNTED_TOKENS))) + 1]
+        own_V = count_tokens(ids_of(chosen), len(counts_V))
         found.append(divergence(own_V, np.maximum(counts_V - own_V, 0)))
-    return float(np.mean(found))
+    return np.array(found)
 
 
 def find_repeated_lines(
@@ -172,7 +172,7 @@ def find_repeated_lines(
     frequent_V = counts_V >= FREQUENT_SHARE * max(counts_V.sum(), 1)
     is_frequent = frequent_V[tokens]
     lines, skeletons, sizes = list[bytes](), list[bytes](), list[int]()
-    for start, end in pairwise(bounds.tolist()):
+    for start, end in pairwise(join_short_lines(bounds).tolist()):
         line = tokens[start:end]
         if (line != unk).sum() >= MIN_LINE_TOKENS:
             skeleton = line[is_frequent[start:end]]
@@ -198,6 +198,24 @@ def find_repeated_lines(
         np.frombuffer(top_line, tokens.dtype).tolist(),
         np.frombuffer(example, tokens.dtype).tolist(),
     )
+
+
+def join_short_lines(bounds: np.ndarray) -> np.ndarray:
+    """Join short lines that follow each other until they are long enough to be compared; a long one stays alone.
+
+    A text of one short line that repeats itself would else have no line at all.
+
+    >>> join_short_lines(np.array([0, 3, 6, 9, 12, 30, 33, 50])).tolist()
+    [0, 9, 12, 30, 33, 50]
+    """
+    sizes, kept = np.diff(bounds).tolist(), [*bounds[:1].tolist()]
+    for size, end in zip(sizes, bounds[1:].tolist(), strict=True):
+        is_short, joined = size < MIN_LINE_TOKENS, end - kept[-1]
+        if not is_short and joined > size:
+            kept.append(end - size)
+        if not is_short or joined >= MIN_LINE_TOKENS:
+            kept.append(end)
+    return np.array(kept + [b for b in bounds[-1:].tolist() if b != kept[-1]])
 
 
 def count_special_lookalikes(tokenizer: Tokenizer, tokens: np.ndarray) -> dict[str, int]:
@@ -250,8 +268,8 @@ def check_domain_shift(facts: TextFacts) -> Evidence | None:
     held_out = facts.held_out_counts
     if held_out is None or held_out.sum() < MIN_COMPARED_TOKENS or facts.num_tokens < MIN_COMPARED_TOKENS:
         return None
-    kl, random = divergence(held_out, facts.counts), facts.random_divergence
-    if kl < random + KL_NATS or kl < KL_FACTOR * random:
+    kl, random = divergence(held_out, facts.counts), float(facts.random_divergences.mean())
+    if kl < max(random + KL_NATS, KL_FACTOR * random, KL_MAX_FACTOR * facts.random_divergences.max()):
         return None
     ratio_V = np.log((held_out + 1) / held_out.sum()) - np.log((facts.counts + 1) / facts.num_tokens)
     top = np.argsort(-held_out / held_out.sum() * ratio_V)[:5].tolist()
@@ -345,8 +363,8 @@ TEXT_RULES: tuple[Rule[TextFacts], ...] = (
         "domain-shift",
         "warning",
         "dev is of another domain than train",
-        f"the KL divergence of their unigrams exceeds that of random parts of train by {KL_NATS} nats and a factor of "
-        f"{KL_FACTOR:g}",
+        f"the KL divergence of their unigrams exceeds the mean of random parts of train by {KL_NATS} nats and a factor "
+        f"of {KL_FACTOR:g}, and the largest of them by a factor of {KL_MAX_FACTOR:g}",
         check_domain_shift,
     ),
     Rule(
