@@ -442,6 +442,9 @@ def test_nothing_that_a_terminal_would_obey_is_printed() -> None:
     text = make_token_formatter(tokenizer)
     assert all(text(i).isprintable() for i in range(tokenizer.vocab.size))
     assert text(*tokenizer.encode(" die Brücke!\n")) == " die Brücke!⏎"
+    ids = tokenizer.encode("猫")
+    assert [text(i) for i in ids] == ["\\xe7", "\\x8c", "\\xab"]  # the bytes of a part of a character
+    assert text(*ids) == "猫"
 
 
 def test_an_objective_in_words() -> None:

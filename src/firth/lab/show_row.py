@@ -31,6 +31,7 @@ from firth.objectives.corruption import NoisyText
 from firth.objectives.seq2seq import BARTStages
 from firth.objectives.visibility import visibility_matrix
 from firth.tokens import Rows, Tokenizer, Vocabulary
+from firth.tokens.token_bytes import byte_level_bytes
 
 RowsOrBatch = TypeVar("RowsOrBatch", Rows, Batch)
 TokenFormatter = Callable[..., str]  # consecutive token ids -> their text
@@ -457,6 +458,9 @@ def make_token_formatter(tokenizer: Tokenizer) -> TokenFormatter:
     def format_tokens(*ids: int) -> str:
         if tokenizer.kind == "byte-bpe" and special.isdisjoint(ids):
             text = tokenizer.decode(ids)  # a character may consist of several tokens
+            if "\ufffd" in text:  # a part of one: its bytes
+                pieces = [byte_level_bytes(str(tokenizer.backend.id_to_token(i))) for i in ids]
+                text = b"".join(pieces).decode(errors="backslashreplace")
         else:
             text = "".join(map(format_token, ids))
         start = " " if text.startswith(" ") and text.strip(" ") else ""
