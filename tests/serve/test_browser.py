@@ -449,7 +449,9 @@ def test_vectors(page: Any, address: str) -> None:
     page.fill("textarea", "\n".join(5 * ["a cat"] + ["a dog and a river"]))
     own.get_by_role("button", name="cat in line 5").wait_for()
     until_answered(page)
-    assert [own.locator(f".point {part}").count() for part in ("circle", "text")] == [7, 7]  # cats at one place
+    assert own.locator(".point circle").count() == 7
+    labels = own.locator(".point text").all_inner_texts()
+    assert labels == ["cat 1–5", "dog 6", "river 6"]  # the cats of equal sentences are at one place
 
 
 def test_a_static_model_beside_another(page: Any, address: str) -> None:
@@ -604,6 +606,46 @@ def test_translations_with_attention(page: Any, address: str) -> None:
     before = own.locator("svg").inner_html()
     own.get_by_role("slider", name="layer").fill("0")
     assert own.locator("svg").inner_html() != before
+
+
+def test_what_is_missing_is_said_without_a_request(page: Any, address: str) -> None:
+    """No text is no error: the page says what to type. Its fixture refuses every answer of status 400."""
+    for tab in ("attention", "vectors", "tokens", "fill"):
+        open_tab(page, address, tab, "bert")
+        page.fill("textarea", " ")
+        own = card(page, "bert")
+        own.get_by_text("Type").wait_for()
+        until_answered(page)
+        assert not page.get_by_role("alert").count()
+    page.fill("textarea", "the cat lives")
+    own.get_by_text("Write ___ where a word is missing").wait_for()
+    open_tab(page, address, "tasks", "topics", "questions", "endings")
+    for name, number, told in (
+        ("topics", 0, "Type a text"),
+        ("questions", 1, "context"),
+        ("endings", 1, "two choices"),
+    ):
+        own = card(page, name)
+        until_answered(page)
+        own.locator("textarea").nth(number).fill("")
+        own.get_by_role("button", name="Ask").click()
+        own.locator(".note", has_text=told).first.wait_for()
+
+
+def test_unknown_pieces_and_parts_of_characters_are_marked(page: Any, address: str) -> None:
+    open_tab(page, address, "tokens", "bert", "gpt2")
+    page.fill("textarea", "the cat 猫 القط")
+    own = card(page, "bert")
+    own.locator(".chip.unknown", has_text="猫").wait_for()
+    until_answered(page)
+    assert "unknown" in own.locator(".facts").inner_text()
+    assert not own.locator(".chip.unknown", has_text="cat").count()
+    own = card(page, "gpt2")  # bytes: nothing is unknown, and a character has several tokens
+    assert not own.locator(".chip.unknown").count()
+    assert own.locator(".chip", has_text="·").count() >= 2
+    own.locator("summary").click()
+    sizes = [int(text) for text in own.locator("tbody td:nth-child(4)").all_inner_texts()]
+    assert sum(sizes) == len("the cat 猫 القط".encode())
 
 
 def test_long_words_and_markup_stay_inside(page: Any, address: str) -> None:

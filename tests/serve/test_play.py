@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from serve.conftest import LENGTH
 from serve.test_routes import ask
 from sklearn.decomposition import PCA
 
@@ -308,6 +309,22 @@ def test_salience_of_a_choice_is_the_change_of_its_logit(connect: Any) -> None:
         assert "no choice" in error_of(client, "/salience", **body, label="somewhere")
 
 
+def test_the_salience_of_a_long_text_is_that_of_its_first_window(client: Any) -> None:
+    short = ask(client, "/salience", model="topics", input="a big cat")
+    long = ask(client, "/salience", model="topics", input="a big cat and a dog " * 40)
+    assert (short["num_windows"], len(long["tokens"]) <= LENGTH) == (1, True)
+    assert long["num_windows"] > 2
+
+
+def test_heads_of_a_checkpoint_that_reads_several_texts_at_once(connect: Any) -> None:
+    """A multiple choice compares texts; its attention is that of its encoder on one."""
+    with connect("endings", "bert") as (client, _):
+        found = ask(client, "/attention/heads", model="endings", text="the cat lives")
+        assert (list(found["kinds"]), len(found["tokens"])) == (["encoder"], 5)
+        weights = np.array(ask(client, "/attention", model="endings", text="the cat lives")["weights"]["encoder"])
+        assert weights.sum(-1) == pytest.approx(1, abs=1e-3)
+
+
 # --- static vectors
 
 
@@ -315,6 +332,8 @@ def test_a_static_model_has_one_vector_for_a_word(client: Any, folders: dict[str
     """A word2vec model stands beside the others: a word is one point in every text, and its tokens are words."""
     (model,) = (model for model in client.get("/v1/models").json()["data"] if model["id"] == "word2vec")
     assert (model["abilities"], model["num_layers"]) == ([], 0)
+    unknown = ask(client, "/tokenize", model="word2vec", text="the zyzzyva")["results"][0]["ids"][1]
+    assert model["unknown_id"] == unknown  # the page marks such a piece
     found = ask(client, "/vectors", model="word2vec", texts=["the cat lives", "a cat is red"], words=["cat", "red"])
     (layer,) = found["layers"]
     assert [word["word"] for word in found["words"]] == ["cat", "cat", "red"]

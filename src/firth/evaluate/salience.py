@@ -33,13 +33,15 @@ from firth.tasks.regress import RegressionTask
 class Salience(NamedTuple):
     """Tokens as the model reads them, the salience of each, and the logit that it belongs to.
 
-    `label` is the class or the text of the candidate, "" for a score.
+    `label` is the class or the text of the candidate, "" for a score. A prediction for a text that exceeds a row is the
+    mean over `num_windows` windows; the tokens are those of the first.
     """
 
     token_ids: list[int]
     values: list[float]
     logit: float
     label: str
+    num_windows: int
 
 
 def salience_of_input(predictor: Predictor, task_input: TaskInput, label: str | None = None) -> Salience:
@@ -59,7 +61,8 @@ def salience_of_input(predictor: Predictor, task_input: TaskInput, label: str | 
         example = example._replace(texts=(example.texts[0], label), target=0)
     task = copy(task)
     task.has_short_rows = True
-    items = encode_in_windows(task, [example])[0][:1]
+    windows = encode_in_windows(task, [example])[0]
+    items = windows[:1]
     batch = task.collate(items)
     embedded: list[Tensor] = []
 
@@ -85,4 +88,4 @@ def salience_of_input(predictor: Predictor, task_input: TaskInput, label: str | 
             values += (x_BTE * gradient_BTE).sum(-1)[0, :num_tokens].detach().float().cpu()
     token_ids = [int(i) for i in batch.input_ids[0][:num_tokens]]
     shown = label or "" if is_choice else labels[index] if labels else ""
-    return Salience(token_ids, values.tolist(), float(logit.detach()), shown)
+    return Salience(token_ids, values.tolist(), float(logit.detach()), shown, len(windows))

@@ -141,6 +141,7 @@ def add_play_routes(app: FastAPI, server: ModelServer) -> None:
             "task": task,
             "label": found.label,
             "logit": found.logit,
+            "num_windows": found.num_windows,
             "tokens": [show(i) for i in found.token_ids],
             "values": found.values,
         }

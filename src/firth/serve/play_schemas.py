@@ -220,6 +220,7 @@ class SalienceAnswer(Answer):
     logit: float
     tokens: list[str]
     values: list[float] = Field(description="Gradient times input of each token.")
+    num_windows: int = Field(description="In which the text is read; the tokens are those of the first.")
 
 
 # --- runs

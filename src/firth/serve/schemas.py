@@ -263,6 +263,7 @@ class ModelAnswer(Answer):
     num_layers: int
     tokenizer: str
     vocab_size: int
+    unknown_id: int | None = Field(description="The id of every piece that the tokenizer does not know.")
 
 
 class ModelList(Answer):

@@ -143,6 +143,7 @@ class ServedModel:
             "num_layers": self.model.config.num_layers,
             "tokenizer": self.tokenizer.kind,
             "vocab_size": self.tokenizer.vocab.size,
+            "unknown_id": self.tokenizer.vocab.unk,
         }
 
     # --- requests

@@ -1,7 +1,7 @@
 // Attention: every head as a small picture with a name, one enlarged as a matrix and as arcs, masks, layers by numbers.
 
 import { post } from "/page/api.js";
-import { button, card, decodeCells, maskFigure, onKeyClick, paintCells, readout, roving, segments, show, textArea } from "/page/components.js";
+import { button, card, decodeCells, maskFigure, missing, onKeyClick, paintCells, readout, roving, segments, show, textArea } from "/page/components.js";
 import { lineChart } from "/page/chart.js";
 import { choose, debounce, el, percent, roomFor, svg } from "/page/dom.js";
 import { keepFields, keepMap } from "/page/keep.js";
@@ -10,6 +10,7 @@ export const name = "attention";
 export const title = "Attention";
 
 const WINDOW = 40; // tokens that are enlarged at once
+const MIN_DRAWN_SHARE = 0.04; // of the strongest weight of a picture, below which no line is drawn
 const state = { text: "The cat sat on the mat because the cat was tired.", target: "It was tired.", view: "arcs" };
 const picked = new Map(); // model id -> {kind, layer, head, start, keyStart, permutation: number of a random order, or null}
 keepFields("attention", state);
@@ -23,7 +24,7 @@ export function draw(panel, shown, page) {
   const refresh = debounce(() => views.forEach((view) => view.fetch()), 400);
   const needsTarget = models.some((model) => model.architecture === "encoder-decoder");
   panel.replaceChildren(
-    el("p", { class: "lead", text: "Rows of a picture are queries, columns are keys; dark is much weight. Choose a head to enlarge it. Names say what a head does on this text." }),
+    el("p", { class: "lead", text: "Each head of each layer decides how much every token takes from the others. Rows of a picture are queries, the tokens that look; columns are keys, the tokens that are looked at; the bluer, the more weight. Choose a head to enlarge it. Names say what a head does on this text." }),
     textArea("Text", state.text, (value) => { state.text = value; refresh(); }, 2).box,
     needsTarget ? textArea("What the decoder reads (encoder-decoders)", state.target, (value) => { state.target = value; refresh(); }, 1).box : "",
     models.length ? el("div", { class: "columns wide" }, views.map((view) => view.box)) : el("p", { text: "None of these models has attention." }),
@@ -51,6 +52,7 @@ class View {
 
   fetch() {
     show(this.body, async () => {
+      if (!state.text.trim()) return missing();
       this.found = await post("/attention/heads", { ...this.asked(), max_cells: 24 }, `heads-${this.model.id}`);
       if (!this.found.kinds[this.at.kind]) this.at.kind = Object.keys(this.found.kinds)[0];
       return this.make();
@@ -171,12 +173,16 @@ class View {
   }
 }
 
+// The largest weight of a picture: long texts and broad heads have small ones, which would be too pale to see.
+const strongest = (weights) => Math.max(1e-6, ...weights.map((row) => Math.max(...row)));
+
 function drawMatrix({ rowNames, columnNames, weights, offset }) {
   const cell = Math.max(9, Math.min(22, Math.floor(460 / Math.max(columnNames.length, 1))));
   const side = Math.min(110, 14 + 7 * Math.max(...rowNames.map((n) => n.length)));
   const head = Math.min(110, 14 + 7 * Math.max(...columnNames.map((n) => n.length)));
   const canvas = el("canvas", { class: "matrix", style: { width: `${cell * columnNames.length}px`, height: `${cell * rowNames.length}px` } });
-  paintCells(canvas, weights.flat(), rowNames.length, columnNames.length);
+  const highest = strongest(weights);
+  paintCells(canvas, weights.flat().map((w) => w / highest), rowNames.length, columnNames.length);
   const [width, height] = [side + cell * columnNames.length + 2, head + cell * rowNames.length + 2];
   const cut = (text) => (text.length > 14 ? `${text.slice(0, 13)}…` : text);
   const labels = svg("svg", { width, height, role: "img", "aria-label": `Matrix of ${rowNames.length} queries and ${columnNames.length} keys`, tabindex: 0, style: { position: "absolute", inset: "0", "max-width": "none" } },
@@ -205,7 +211,8 @@ function drawMatrix({ rowNames, columnNames, weights, offset }) {
     const [dr, dc] = { ArrowDown: [1, 0], ArrowUp: [-1, 0], ArrowRight: [0, 1], ArrowLeft: [0, -1] }[event.key] ?? [0, 0];
     if (dr || dc) { event.preventDefault(); point(row + dr, column + dc, true); }
   });
-  return el("div", {}, el("div", { class: "scroll" }, el("div", { style: { position: "relative", width: `${width}px`, height: `${height}px` } }, canvas, labels)), numbers.box);
+  return el("div", {}, el("div", { class: "scroll" }, el("div", { style: { position: "relative", width: `${width}px`, height: `${height}px` } }, canvas, labels)),
+    el("p", { class: "note", text: `The bluest cell has ${percent(highest)}. Point at a cell, or use the arrow keys.` }), numbers.box);
 }
 
 // Queries on the left, keys on the right, a line for each weight; a token shows only its own.
@@ -219,6 +226,7 @@ export function drawArcs({ rowNames, columnNames, weights, offset }) {
   const width = x1 + right;
   const Y = (i) => 5 + (i + 0.5) * dy;
   const bend = (x1 - x0) / 3;
+  const highest = strongest(weights);
   const lines = svg("g", {});
   const chart = svg("svg", { viewBox: `0 0 ${width} ${height}`, width, height, role: "group", "aria-label": `Arcs from ${rowNames.length} queries to ${columnNames.length} keys` });
   const numbers = readout();
@@ -226,10 +234,11 @@ export function drawArcs({ rowNames, columnNames, weights, offset }) {
   function drawLines(row, byKey = false) {
     lines.replaceChildren();
     weights.forEach((own, i) => own.forEach((w, j) => {
-      if (w < 0.02 || (row !== null && row !== i)) return;
-      lines.append(svg("path", { d: `M${x0} ${Y(i)}C${x0 + bend} ${Y(i)} ${x1 - bend} ${Y(j)} ${x1} ${Y(j)}`, fill: "none", stroke: "var(--accent)", "stroke-width": 0.6 + 4 * w, "stroke-opacity": row === null ? 0.12 + 0.75 * w : 0.25 + 0.75 * w }));
+      const share = w / highest;
+      if (share < MIN_DRAWN_SHARE || (row !== null && row !== i)) return;
+      lines.append(svg("path", { d: `M${x0} ${Y(i)}C${x0 + bend} ${Y(i)} ${x1 - bend} ${Y(j)} ${x1} ${Y(j)}`, fill: "none", stroke: "var(--accent)", "stroke-width": 0.6 + 4 * share * Math.sqrt(highest), "stroke-opacity": row === null ? 0.1 + 0.75 * share : 0.25 + 0.75 * share }));
     }));
-    if (row === null) { numbers.tell("Point at a token on the left to see where it looks."); return; }
+    if (row === null) { numbers.tell(`Point at a token on the left to see where it looks. The strongest line has ${percent(highest)}.`); return; }
     const best = weights[row].map((w, j) => [w, j]).sort((a, b) => b[0] - a[0]).slice(0, 4);
     numbers.tell(`${rowNames[row]} (${offset[0] + row}) → ${best.map(([w, j]) => `${columnNames[j]} ${percent(w)}`).join(", ")}`, byKey);
   }

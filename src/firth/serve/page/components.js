@@ -7,7 +7,7 @@ export function field(label, input) {
 }
 
 export function textArea(label, value, onInput, rows = 3) {
-  const area = el("textarea", { rows, value, spellcheck: "false", on: { input: () => onInput(area.value) } });
+  const area = el("textarea", { rows, value, dir: "auto", spellcheck: "false", on: { input: () => onInput(area.value) } });
   return { box: field(label, area), area };
 }
 
@@ -126,7 +126,8 @@ export function bars(items, { onPick = null, label = "Probabilities", max = null
 }
 
 // Tokens in a row. What their colours say is in a table too: no colour and no tooltip reaches everybody.
-export const chips = (label, children) => el("div", { class: "chips", role: "group", "aria-label": label }, children);
+// A line may end after each.
+export const chips = (label, children) => el("div", { class: "chips", dir: "auto", role: "group", "aria-label": label }, children.flat().flatMap((child) => [child, el("wbr")]));
 
 // Chips: tokens in colours that change with each word or token.
 export function chip(text, colour, properties, ...children) {
@@ -168,6 +169,9 @@ export function decodeCells(text) {
   for (let i = 0; i < binary.length; i++) cells[i] = binary.charCodeAt(i);
   return cells;
 }
+
+// What stands where an answer would be while a text is missing.
+export const missing = (message = "Type a text.") => el("p", { class: "note", text: message });
 
 // The picture of an attention mask, with its name below.
 export function maskFigure(mask, size = 110) {

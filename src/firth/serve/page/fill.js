@@ -1,7 +1,7 @@
 // Fill: words for the blanks of a sentence, and what another word changes.
 
 import { post } from "/page/api.js";
-import { bars, button, card, details, field, show, table, textArea } from "/page/components.js";
+import { bars, button, card, details, field, missing, show, table, textArea } from "/page/components.js";
 import { choose, debounce, el, percent, say } from "/page/dom.js";
 import { keepFields } from "/page/keep.js";
 
@@ -18,7 +18,7 @@ export function draw(panel, shown, page) {
   const models = choose(shown, page, (model) => model.abilities.includes("fill"));
   const boxes = models.map((model) => ({ model, box: el("div") }));
   const words = el("div", { class: "words", role: "group", "aria-label": "Words of the sentence" });
-  const changedInput = el("input", { type: "text", value: state.changed, on: { input: () => { state.changed = changedInput.value; refresh(); } } });
+  const changedInput = el("input", { type: "text", dir: "auto", value: state.changed, on: { input: () => { state.changed = changedInput.value; refresh(); } } });
   const changedBox = el("div", { hidden: !state.changed }, field("The same sentence, changed", changedInput), el("p", { class: "note", text: "Bars: the changed sentence. The orange mark is where the probability was before." }),
     el("div", { class: "controls" }, button("No change", () => { noChange(); refresh(); })));
   const { box, area } = textArea("Sentence: ___ is a blank", state.text, (value) => { state.text = value; noChange(); drawWords(); refresh(); }, 2);
@@ -41,6 +41,7 @@ export function draw(panel, shown, page) {
   const refresh = debounce(() => boxes.forEach(({ model, box }) => show(box, () => make(model))), 300);
 
   async function make(model) {
+    if (!BLANK.test(state.text)) return missing(state.text.trim() ? "Write ___ where a word is missing." : "Type a sentence with ___ in it.");
     const hasChange = BLANK.test(state.changed) && !state.changed.includes("…");
     const found = await post("/fill", { model: model.id, text: hasChange ? [state.text, state.changed] : state.text, top: TOP, compare: hasChange }, `fill-${model.id}`);
     const [before, after] = found.results;
@@ -55,7 +56,12 @@ export function draw(panel, shown, page) {
 
   const plural = (n) => (n === 1 ? "1 blank" : `${n} blanks`);
   const heading = ({ blanks }, i) => el("h3", { text: blanks.length > 1 ? `Blank ${i + 1}` : "Blank" });
-  const plain = ({ guesses }, i, onPick = null) => bars(guesses.slice(0, SHOWN).map((guess, k) => ({ name: guess.text, p: guess.probability, best: k === 0 })), { label: `Blank ${i + 1}`, onPick });
+  // An encoder's words are all of one distribution; a span has the probability that the model gives to all of its tokens.
+  const plain = ({ guesses }, i, onPick = null) => {
+    const items = guesses.slice(0, SHOWN).map((guess, k) => ({ name: guess.text, p: guess.probability, best: k === 0 }));
+    if (guesses.length > 1) items.push({ name: "all others", p: Math.max(0, items.reduce((left, item) => left - item.p, 1)), rest: true });
+    return bars(items, { label: `Blank ${i + 1}`, onPick });
+  };
 
   // Both lists have the same words; two tokens, such as one with a space before it, may be one word.
   const sumByWord = (guesses) => guesses.reduce((sums, { text, probability }) => sums.set(text, (sums.get(text) ?? 0) + probability), new Map());
@@ -89,8 +95,7 @@ export function draw(panel, shown, page) {
     area.value = state.text;
     noChange();
     drawWords();
-    if (BLANK.test(state.text)) refresh();
-    else say("Every blank is filled. Write ___ for a new one.");
+    refresh();
   }
 
   drawWords();

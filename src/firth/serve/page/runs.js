@@ -15,6 +15,7 @@ const NOTES_MS = 60_000; // the doctor is asked again about a run that trains
 const AGAIN_MS = 3000; // samples that an idle process computes are asked for again
 const COLOURS = ["var(--c0)", "var(--c1)", "var(--c2)", "var(--c3)", "var(--c4)", "var(--c5)"];
 const MAX_POINTS = 600; // of a line
+const COLUMNS = ["step", "loss", "held out", "tokens/s", "left", "memory"]; // of the table, after name and state
 const state = { shown: null, axis: "step", smooth: true, sample: "" };
 const runs = new Map(); // name -> summary
 const logs = new Map(); // name -> {version, next, rows, references, maxSteps}
@@ -75,8 +76,9 @@ export function draw(panel) {
   const samples = el("div");
   const closing = new AbortController();
   let drawn = "";
+  let hasList = runs.size > 0; // the server has told which runs there are
   let wake = () => {};
-  const sampleInput = el("input", { type: "text", value: state.sample, on: { input: () => (state.sample = sampleInput.value) } });
+  const sampleInput = el("input", { type: "text", dir: "auto", value: state.sample, on: { input: () => (state.sample = sampleInput.value) } });
 
   const pause = (milliseconds) => new Promise((done) => { wake = done; if (milliseconds) setTimeout(done, milliseconds); });
 
@@ -101,6 +103,7 @@ export function draw(panel) {
     const before = new Map([...runs].map(([key, run]) => [key, run.state]));
     clockOffset = Date.now() / 1000 - event.now;
     if (event.all) runs.clear();
+    hasList = true;
     for (const run of event.runs) runs.set(run.name, run);
     for (const gone of event.gone ?? []) runs.delete(gone);
     state.shown ??= new Set(listRuns().slice(0, 1).map((run) => run.name));
@@ -137,19 +140,18 @@ export function draw(panel) {
     const focused = document.activeElement?.dataset?.run;
     const found = listRuns();
     list.replaceChildren(found.length ? el("div", { class: "scroll" }, el("table", { class: "runs" },
-      el("thead", {}, el("tr", {}, ["run", "state", "step", "loss", "held out", "tokens/s", "left", "memory"].map((text) => el("th", { scope: "col", text })))),
+      el("thead", {}, el("tr", {}, ["run", "state", ...COLUMNS].map((text) => el("th", { scope: "col", text })))),
       el("tbody", {}, found.map((run) => el("tr", {},
         el("td", {}, el("button", { type: "button", "data-run": run.name, "aria-pressed": String(state.shown.has(run.name)), text: run.name, title: run.kind, on: { click: () => toggle(run.name) } })),
         el("td", {}, el("span", { class: `tag-pill ${run.state}`, text: run.state })),
-        el("td", { text: steps(run) }), el("td", { text: number(run.loss) }), el("td", { text: number(run.eval_loss) }),
-        el("td", { text: run.tokens_per_second === null ? "–" : count(Math.round(run.tokens_per_second)) }),
-        el("td", { text: duration(run.seconds_left) }), el("td", { text: memory(run) })))))) : el("p", { text: "There is no run in this folder yet." }));
+        [steps(run), number(run.loss), number(run.eval_loss), run.tokens_per_second === null ? "–" : count(Math.round(run.tokens_per_second)), duration(run.seconds_left), memory(run)]
+          .map((text, i) => el("td", { "data-name": COLUMNS[i], class: text === "–" ? "nothing" : null, text }))))))) : el("p", { text: hasList ? "There is no run in this folder yet." : "Reading the runs …" }));
     if (focused) list.querySelector(`[data-run="${CSS.escape(focused)}"]`)?.focus();
     const shown = shownRuns().filter((run) => logs.has(run.name));
     const now = JSON.stringify([state.axis, state.smooth, shown.map((run) => [run.name, run.state, logs.get(run.name).version, logs.get(run.name).next, notes.get(run.name)?.number, notes.get(run.name)?.state, notes.get(run.name)?.findings.length, own.get(run.name)?.at(-1)?.step])]);
     if (now === drawn) return; // nothing is new: what somebody points at stays
     drawn = now;
-    chart.replaceChildren(shown.length ? lossChart(shown) : el("p", { class: "note", text: "Choose a run." }));
+    chart.replaceChildren(shown.length ? lossChart(shown) : found.length ? el("p", { class: "note", text: "Choose a run." }) : "");
     const open = new Set([...details.querySelectorAll("details[open]")].map((box) => box.dataset.finding));
     details.replaceChildren(...shown.map((run, i) => runCard(run, i)));
     details.querySelectorAll("details").forEach((box) => (box.open = open.has(box.dataset.finding)));
@@ -199,7 +201,7 @@ function drawSample(sample) {
   return [el("h3", { text: sample.step === null ? sample.checkpoint : `step ${count(sample.step)}` }),
     sample.error ? el("p", { class: "error", text: sample.error })
     : sample.blanks.length ? sample.blanks.map((blank) => bars(blank.guesses.map((guess) => ({ name: guess.text, p: guess.probability })), { label: "Words for the blank" }))
-    : el("div", { class: "passage", text: sample.text })];
+    : el("div", { class: "passage", dir: "auto", text: sample.text })];
 }
 
 // What the run itself wrote with its checkpoints, also with those that it has removed: the same sentences each time.
@@ -210,8 +212,8 @@ function drawOwn(run) {
   const at = lines.findIndex((line) => line.step === chosen.get(run));
   const first = at < 0 ? lines.length - 1 : at;
   const draw = (i) => box.replaceChildren(...lines[i].samples.flatMap((sample) => (sample.guesses.length
-    ? [el("div", { class: "passage" }, sample.before, el("mark", { text: sample.answer }), sample.after), bars(sample.guesses.map(([name, p]) => ({ name, p, best: name === sample.answer })), { label: `Words for ${sample.answer}` })]
-    : [el("div", { class: "passage" }, el("span", { class: "given", text: sample.before }), " ", el("span", { class: "new", text: sample.text }))])));
+    ? [el("div", { class: "passage", dir: "auto" }, sample.before, el("mark", { text: sample.answer }), sample.after), bars(sample.guesses.map(([name, p]) => ({ name, p, best: name === sample.answer })), { label: `Words for ${sample.answer}` })]
+    : [el("div", { class: "passage", dir: "auto" }, el("span", { class: "given", text: sample.before }), " ", el("span", { class: "new", text: sample.text }))])));
   draw(first);
   return el("section", { class: "own", "aria-label": `Samples of ${run}` }, el("h3", { text: "At its checkpoints" }),
     lines.length > 1 ? slider("checkpoint", { min: 0, max: lines.length - 1, step: 1, value: first, format: (i) => `step ${count(lines[i].step)}`, onInput: (i) => { chosen.set(run, i === lines.length - 1 ? null : lines[i].step); draw(i); } }) : el("p", { class: "note", text: `step ${count(lines[0].step)}` }),

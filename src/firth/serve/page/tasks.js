@@ -3,7 +3,7 @@
 
 import { post } from "/page/api.js";
 import { clean, drawArcs } from "/page/attention.js";
-import { bars, button, card, chip, chips, details, legend, show, slider, table, textArea } from "/page/components.js";
+import { bars, button, card, chip, chips, details, legend, missing, show, slider, table, textArea } from "/page/components.js";
 import { choose, el, percent } from "/page/dom.js";
 import { keepMap } from "/page/keep.js";
 
@@ -27,6 +27,7 @@ const LABELS = { pair: ["First text", "Second text"], "span-qa": ["Question", "C
 const given = new Map(); // model id and task -> inputs
 keepMap("inputs", given);
 const MAX_ATTENDED = 48; // tokens of a text, and of its translation
+const MAX_CLASSES = 20; // bars
 const SALIENT = ["classify", "pair", "regress", "choice"];
 
 export function draw(panel, shown, page) {
@@ -44,7 +45,7 @@ function taskView(model, task, kind) {
   const input = given.get(key);
   const [first, second] = LABELS[kind] ?? ["Text"];
   const result = el("div");
-  const ask = () => show(result, () => (ANSWERS[kind] ?? unknown)(model, task, input, kind));
+  const ask = () => show(result, () => missingInput(input, kind) ?? (ANSWERS[kind] ?? unknown)(model, task, input, kind));
   const fields = [textArea(first, input.text, (value) => (input.text = value), 2).box];
   if (second) fields.push(textArea(second, input.second ?? "", (value) => (input.second = value), kind === "span-qa" ? 4 : 2).box);
   const box = card(model.id, task === kind ? kind : `${task} (${kind})`, fields,
@@ -54,9 +55,18 @@ function taskView(model, task, kind) {
   return box;
 }
 
+// A line about what has to be typed first, or null.
+function missingInput(input, kind) {
+  const isTyped = (text) => Boolean(text?.trim());
+  if (!isTyped(input.text)) return missing(LABELS[kind] ? `Type a text: ${LABELS[kind][0].toLowerCase()}.` : "Type a text.");
+  if (kind === "choice" && input.second.split("\n").filter(isTyped).length < 2) return missing("Type two choices or more, one on each line.");
+  if (["pair", "span-qa"].includes(kind) && !isTyped(input.second)) return missing(`Type a text: ${LABELS[kind][1].toLowerCase()}.`);
+  return null;
+}
+
 const unknown = async (model, task, input, kind) => el("p", { class: "note", text: `The task ${kind} reads records: see /docs, or firth predict.` });
 
-const inputOf = (input, kind) => (kind === "choice" ? [input.text, ...input.second.split("\n").filter(Boolean)] : input.second ? [input.text, input.second] : input.text);
+const inputOf = (input, kind) => (kind === "choice" ? [input.text, ...input.second.split("\n").filter((line) => line.trim())] : input.second?.trim() ? [input.text, input.second] : input.text);
 
 async function classify(model, task, input, kind) {
   const value = inputOf(input, kind);
@@ -67,10 +77,12 @@ async function classify(model, task, input, kind) {
   const salience = el("div");
   const explain = (label) => show(salience, async () => {
     const why = await post("/salience", { model: model.id, task, input: value, ...(label ? { label } : {}) }, `salience-${model.id}-${task}`);
-    return [el("h3", { text: why.label ? `Salience for ${why.label}` : "Salience for the score" }), drawSalience(why)];
+    const part = why.num_windows > 1 ? el("p", { class: "note", text: `The text is longer than the model's row. It is read in ${why.num_windows} windows, the prediction is their mean, and this is the first.` }) : null;
+    return [el("h3", { text: why.label ? `Salience for ${why.label}` : "Salience for the score" }), part, drawSalience(why)];
   });
   if (found.probabilities && found.choice === undefined) {
-    parts.push(bars(Object.entries(found.probabilities).slice(0, 20).map(([name, p]) => ({ name, p, best: name === found.label })), { label: "Classes", max: 1, onPick: (item) => explain(item.name) }));
+    const classes = Object.entries(found.probabilities).sort((a, b) => b[1] - a[1]); // JSON puts names of numbers first
+    parts.push(bars(classes.slice(0, MAX_CLASSES).map(([name, p]) => ({ name, p, best: name === found.label })), { label: "Classes", max: 1, onPick: (item) => explain(item.name) }));
     parts.push(el("p", { class: "note", text: "Click a class for the salience of the words for it." }));
   } else if (found.choice !== undefined) {
     parts.push(el("p", { class: "note", text: "Click a choice for the salience of the words for it." }));
@@ -85,7 +97,8 @@ function drawSalience({ tokens, values }) {
   const shown = chips("Salience of the tokens", tokens.map((token, i) => {
     const share = Math.abs(values[i]) / top;
     const colour = values[i] >= 0 ? "var(--c0)" : "var(--c1)";
-    return el("span", { class: "chip", title: `${side(values[i])}: ${values[i].toFixed(4)}`, style: { background: `color-mix(in srgb, ${colour} ${Math.round(75 * share)}%, transparent)` } }, token);
+    const word = token.trim() || token;
+    return [token.startsWith(" ") ? " " : "", el("span", { class: "chip", title: `${side(values[i])}: ${values[i].toFixed(4)}`, style: { background: `color-mix(in srgb, ${colour} ${Math.round(75 * share)}%, transparent)` } }, word)];
   }));
   const strongest = tokens.map((token, i) => [token, side(values[i]), values[i].toFixed(4)]).sort((a, b) => Math.abs(b[2]) - Math.abs(a[2]));
   return [shown, details("Salience in numbers, the strongest first", () => table(["token", "speaks", "salience"], strongest))];
@@ -104,7 +117,7 @@ async function tag(model, task, input) {
     last = span.end;
   }
   parts.push(characters.slice(last).join(""));
-  return [el("div", { class: "passage" }, parts), legend(types.map((type, i) => [`var(--t${i % 6})`, type])),
+  return [el("div", { class: "passage", dir: "auto" }, parts), legend(types.map((type, i) => [`var(--t${i % 6})`, type])),
     found.spans.length ? table(["span", "type", "probability"], found.spans.map((s) => [s.text, s.type, s.probability === undefined || s.probability === null ? "–" : percent(s.probability)])) : el("p", { class: "note", text: "No span was found." })];
 }
 
@@ -113,7 +126,7 @@ async function answer(model, task, input) {
   const context = [...input.second];
   const marked = found.start < 0 ? [input.second] : [context.slice(0, found.start).join(""), el("mark", { class: "answer", text: context.slice(found.start, found.end).join("") }), context.slice(found.end).join("")];
   return [el("p", {}, "Answer: ", el("strong", { text: found.answer || "(the context does not answer)" }), found.probability === null || found.probability === undefined ? "" : ` ${percent(found.probability)}`),
-    el("div", { class: "passage" }, marked)];
+    el("div", { class: "passage", dir: "auto" }, marked)];
 }
 
 async function write(model, task, input) {
@@ -123,7 +136,7 @@ async function write(model, task, input) {
   if (model.architecture === "encoder-decoder" && model.abilities.includes("attention") && found.tokens.length) {
     show(attended, () => drawCrossAttention(model, input, found, channel));
   }
-  return [el("div", { class: "passage", text: found.new }), attended];
+  return [el("div", { class: "passage", dir: "auto", text: found.new }), attended];
 }
 
 // Which tokens of the source each new token attends to: the mean over the heads of a layer. The decoder writes token i

@@ -1,8 +1,8 @@
 // Tokens: a text under the tokenizers of the models, and as each pretraining objective sees it.
 
 import { post } from "/page/api.js";
-import { button, card, chip, chips, choice, details, facts, legend, maskFigure, show, slider, table, textArea } from "/page/components.js";
-import { debounce, el } from "/page/dom.js";
+import { button, card, chip, chips, choice, details, facts, legend, maskFigure, missing, show, slider, table, textArea } from "/page/components.js";
+import { debounce, el, percent } from "/page/dom.js";
 import { keepFields } from "/page/keep.js";
 
 export const name = "tokens";
@@ -25,6 +25,7 @@ export function draw(panel, shown) {
 
   async function objectiveViews() {
     if (!state.model) return el("p", { text: "No model is shown." });
+    if (!state.text.trim()) return missing();
     const body = { model: state.model, text: state.text, draw: state.draw, ...(state.rate ? { rate: state.rate } : {}) };
     const found = await post("/objectives", body, "objectives");
     const chosen = found.objectives.filter((view) => state.kind === "all" || view.architectures.includes(state.kind));
@@ -39,11 +40,11 @@ export function draw(panel, shown) {
   }
 
   panel.replaceChildren(
-    el("p", { class: "lead", text: "Each token has its colour. Ids and bytes are in the table below them." }),
+    el("p", { class: "lead", text: "A tokenizer cuts a text into the pieces that its model knows. Each token has its colour. A dot continues a character of several tokens; a dashed frame marks a piece that is unknown: the model cannot see what it was. Ids and bytes are in the table below." }),
     box,
     el("div", { class: "columns" }, boxes.map(({ model, box }) => card(model.id, `${model.tokenizer}, ${model.vocab_size.toLocaleString("en")} tokens`, box))),
     el("h2", { text: "The same text as each objective sees it" }),
-    el("p", { class: "lead", text: "A blank line begins a new document, and A ||| B is a pair of translations. The small squares are attention masks: the token of a row attends to the dark columns." }),
+    el("p", { class: "lead", text: "A blank line begins a new document, and A ||| B is a pair of translations. The small squares are attention masks: the token of a row attends to the blue columns." }),
     el("div", { class: "controls" },
       choice("Tokenizer of", shown.map((model) => [model.id, model.id]), state.model, (value) => { state.model = value; refreshViews(); }),
       choice("Objectives for", [["all", "all models"], ["encoder", "encoders"], ["decoder", "decoders"], ["encoder-decoder", "encoder-decoders"]], state.kind, (value) => { state.kind = value; refreshViews(); }),
@@ -55,7 +56,20 @@ export function draw(panel, shown) {
   show(views, objectiveViews);
 }
 
+// Byte-level BPE spells each byte as a printable character: itself where it is one, else from U+0100 on.
+const byteSpellings = new Map();
+for (let b = 0, next = 256; b < 256; b++) byteSpellings.set(String.fromCodePoint((b > 32 && b < 127) || (b > 160 && b !== 173) ? b : next++), b);
+
+// The bytes of a token: of a character that several tokens make up, each has its own; a byte of Unigram is written <0xE7>.
+export function bytesOf(model, token, text) {
+  const byte = /^<0x([0-9A-F]{2})>$/i.exec(token);
+  if (byte) return [parseInt(byte[1], 16)];
+  const spelled = [...token].map((c) => byteSpellings.get(c));
+  return model.tokenizer === "byte-bpe" && !spelled.includes(undefined) ? spelled : [...new TextEncoder().encode(text)];
+}
+
 async function tokenView(model) {
+  if (!state.text.trim()) return missing();
   const { results: [found] } = await post("/tokenize", { model: model.id, text: state.text }, `tokenize-${model.id}`);
   const bytes = new TextEncoder().encode(state.text).length;
   const words = state.text.split(/\s+/).filter(Boolean);
@@ -71,16 +85,18 @@ async function tokenView(model) {
     if (start > last) coloured.push(chip(slice([last, start]), null));
     const text = slice([Math.max(start, last), end]);
     colour++;
-    const hex = [...new TextEncoder().encode(text)].map((b) => b.toString(16).padStart(2, "0")).join(" ");
-    coloured.push(chip(text || token, colour, { title: `${token}, id ${found.ids[i]}, bytes ${hex || "none of its own"}` }));
+    const hex = bytesOf(model, token, slice([start, end])).map((b) => b.toString(16).padStart(2, "0")).join(" ");
+    const isUnknown = found.ids[i] === model.unknown_id;
+    coloured.push(chip(text || (end > start ? "·" : token), isUnknown ? null : colour, { class: isUnknown ? "unknown" : "", title: `${token}, id ${found.ids[i]}, bytes ${hex || "none of its own"}` }));
     last = Math.max(last, end);
   });
+  const unknown = found.ids.filter((id) => id === model.unknown_id).length;
   return [
-    facts([["tokens", found.ids.length], ["words", words.length], ["pieces per word", words.length ? (found.ids.length / words.length).toFixed(2) : "–"], ["bytes per token", found.ids.length ? (bytes / found.ids.length).toFixed(2) : "–"]]),
+    facts([["tokens", found.ids.length], ...(unknown ? [["unknown", `${unknown} (${percent(unknown / found.ids.length)})`]] : []), ["words", words.length], ["pieces per word", words.length ? (found.ids.length / words.length).toFixed(2) : "–"], ["bytes per token", found.ids.length ? (bytes / found.ids.length).toFixed(2) : "–"]]),
     chips(`Tokens of ${model.id}`, coloured),
     details("Token by token", () => table(["token", "id", "text", "bytes"], found.tokens.map((token, i) => {
       const text = found.offsets[i] ? slice(found.offsets[i]) : "";
-      return [token, found.ids[i], JSON.stringify(text), new TextEncoder().encode(text).length];
+      return [token, found.ids[i], JSON.stringify(text), bytesOf(model, token, text).length];
     }))),
   ];
 }

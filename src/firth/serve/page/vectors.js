@@ -1,7 +1,7 @@
 // Vectors: words in their contexts as points, by layer; several models beside each other, a static one among them.
 
 import { post } from "/page/api.js";
-import { bars, card, field, onKeyClick, readout, roving, show, slider, textArea } from "/page/components.js";
+import { bars, card, field, missing, onKeyClick, ranges, readout, roving, show, slider, textArea } from "/page/components.js";
 import { debounce, el, percent, roomFor, svg } from "/page/dom.js";
 import { keepFields, keepMap } from "/page/keep.js";
 
@@ -22,7 +22,7 @@ export function draw(panel, shown) {
   const refresh = debounce(() => views.forEach((view) => view.fetch()), 400);
   const words = el("input", { type: "text", value: state.words, on: { input: () => { state.words = words.value; refresh(); } } });
   panel.replaceChildren(
-    el("p", { class: "lead", text: "Each point is a word in one of the lines: the mean hidden state of its tokens, in the two directions with most variance (PCA). Point at a word for its nearest ones, by the cosine of whole vectors. A static model, such as word2vec, gives a word one point in every line." }),
+    el("p", { class: "lead", text: "Each point is a word in one of the lines (the small number): the mean hidden state of its tokens, in the two directions with most variance (PCA), both drawn to one scale. Point at a word for its nearest ones, by the cosine of whole vectors. A static model, such as word2vec, gives a word the same point in every line." }),
     textArea("Texts, one on each line", state.texts, (value) => { state.texts = value; refresh(); }, 6).box,
     field("Words (empty: all)", words),
     shown.length ? el("div", { class: "columns wide" }, views.map((view) => view.box)) : el("p", { text: "No model is shown." }),
@@ -40,6 +40,7 @@ class View {
   fetch() {
     show(this.body, async () => {
       this.texts = state.texts.split("\n").filter((line) => line.trim());
+      if (!this.texts.length) return missing("Type some lines of text.");
       const words = state.words.split(",").map((word) => word.trim()).filter(Boolean);
       this.found = await post("/vectors", { model: this.model.id, texts: this.texts, ...(words.length ? { words } : {}) }, `vectors-${this.model.id}`);
       const last = this.found.layers.length - 1;
@@ -58,31 +59,48 @@ class View {
 const LABEL_HEIGHT = 13;
 const MAX_LABEL_SHIFT = 4 * LABEL_HEIGHT; // further from its point a label is not understood
 
-// The height of each label: beside its point, or the nearest at which it covers no label before it; null where there is none.
-function placeLabels(labels, height) {
+const SAME_PLACE = 9; // distance of two points of one word that share a label
+
+// The height of each label: beside its point, or the nearest at which it covers no other label, and no point if that can
+// be; null where there is none.
+function placeLabels(labels, points, height) {
   const placed = [];
   const isFree = (label, y) => placed.every((other) => Math.abs(other.y - y) >= LABEL_HEIGHT || other.x >= label.x + label.width || label.x >= other.x + other.width);
+  const hidesNone = (label, y) => points.every(([px, py]) => px < label.x || px > label.x + label.width || Math.abs(py - y + 4) > LABEL_HEIGHT / 2 + 2);
+  const heights = Array.from({ length: MAX_LABEL_SHIFT / 2 + 1 }, (_, i) => [2 * i, -2 * i]).flat();
   return labels.map((label) => {
-    for (let by = 0; by <= MAX_LABEL_SHIFT; by += 2) {
-      const y = [label.y + by, label.y - by].find((at) => at > LABEL_HEIGHT && at < height - 24 && isFree(label, at));
-      if (y === undefined) continue;
-      placed.push({ ...label, y });
-      return y;
-    }
-    return null;
+    const free = heights.map((by) => label.y + by).filter((y) => y > LABEL_HEIGHT && y < height - 24 && isFree(label, y));
+    const y = free.find((at) => hidesNone(label, at)) ?? free[0] ?? null;
+    if (y !== null) placed.push({ ...label, y });
+    return y;
   });
+}
+
+// One label for all points of a word that lie at one place, as those of a static model do: [first point, lines of the text].
+function shareLabels(names, lines, points) {
+  const labels = [];
+  names.forEach((name, i) => {
+    const near = labels.find((label) => names[label.first] === name && Math.hypot(...points[i].map((v, k) => v - points[label.first][k])) < SAME_PLACE);
+    if (near) near.lines.add(lines[i]);
+    else labels.push({ first: i, lines: new Set([lines[i]]) });
+  });
+  return labels;
 }
 
 function drawMap(words, { points, shares, neighbours }, texts, label) {
   const width = roomFor(600);
-  const [height, pad] = [Math.min(400, width), 34];
+  const [pad, room] = [34, 40]; // room for a label to the right
   const xs = points.map((p) => p[0]);
   const ys = points.map((p) => p[1]);
-  const range = (values) => { const [a, b] = [Math.min(...values), Math.max(...values)]; return b > a ? [a, b] : [a - 1, a + 1]; };
+  const range = (values) => [Math.min(...values), Math.max(...values)];
   const [[x0, x1], [y0, y1]] = [range(xs), range(ys)];
-  const X = (x) => pad + ((x - x0) / (x1 - x0)) * (width - 2 * pad - 40);
-  const Y = (y) => height - pad - ((y - y0) / (y1 - y0)) * (height - 2 * pad);
-  const names = [...new Set(words.map((word) => word.word.toLowerCase()))];
+  // One scale for both components: a distance in the picture means the same in every direction.
+  const unit = Math.min((width - 2 * pad - room) / Math.max(x1 - x0, 1e-9), (Math.min(400, width) - 2 * pad) / Math.max(y1 - y0, 1e-9));
+  const height = Math.max(220, (y1 - y0) * unit + 2 * pad);
+  const X = (x) => pad + (width - 2 * pad - room) / 2 + (x - (x0 + x1) / 2) * unit;
+  const Y = (y) => height / 2 - (y - (y0 + y1) / 2) * unit;
+  const lowered = words.map((word) => word.word.toLowerCase());
+  const names = [...new Set(lowered)];
   const links = svg("g", {});
   const chart = svg("svg", { viewBox: `0 0 ${width} ${height}`, width, role: "group", "aria-label": label },
     svg("line", { class: "axis", x1: pad, x2: width - pad, y1: height - pad + 12, y2: height - pad + 12 }),
@@ -99,14 +117,19 @@ function drawMap(words, { points, shares, neighbours }, texts, label) {
     detail.tell([`${words[i].text + 1}: `, text.slice(0, words[i].start).join(""), el("strong", { text: words[i].word }), text.slice(words[i].end).join("")], byKey);
     near.replaceChildren(bars(neighbours[i].map(([j, cosine]) => ({ name: `${words[j].word} (${words[j].text + 1})`, p: Math.max(cosine, 0), label: cosine.toFixed(2), title: context(words[j]) })), { label: "Nearest words", max: 1 }));
   }
-  const spots = placeLabels(words.map((word, i) => ({ x: X(xs[i]) + 8, y: Y(ys[i]) + 4, width: 7.5 * word.word.length + 14 })), height);
+  const places = words.map((_, i) => [X(xs[i]), Y(ys[i])]);
+  const labels = shareLabels(lowered, words.map((word) => word.text + 1), places);
+  labels.forEach((label) => (label.lines = ranges([...label.lines])));
+  const heights = placeLabels(labels.map(({ first, lines }) => ({ x: places[first][0] + 8, y: places[first][1] + 4, width: 7.5 * words[first].word.length + 6 * lines.length + 8 })), places, height);
+  const spots = new Map(labels.map(({ first, lines }, k) => [first, { lines, y: heights[k] }]));
   const marks = words.map((word, i) => {
     const colour = `var(${COLOURS[names.indexOf(word.word.toLowerCase()) % COLOURS.length]})`;
-    const isMoved = spots[i] !== null && Math.abs(spots[i] - Y(ys[i]) - 4) > LABEL_HEIGHT / 2;
+    const { y = null, lines } = spots.get(i) ?? {};
+    const isMoved = y !== null && Math.abs(y - places[i][1] - 4) > LABEL_HEIGHT / 2;
     return svg("g", { class: "point", role: "button", "aria-label": `${word.word} in line ${word.text + 1}`, on: { pointerenter: () => point(i), focus: () => point(i, true), click: () => point(i), keydown: onKeyClick(() => point(i, true)) } },
-      isMoved ? svg("line", { x1: X(xs[i]), y1: Y(ys[i]), x2: X(xs[i]) + 8, y2: spots[i] - 4, stroke: colour, "stroke-width": 0.7 }) : null,
+      isMoved ? svg("line", { x1: X(xs[i]), y1: Y(ys[i]), x2: X(xs[i]) + 8, y2: y - 4, stroke: colour, "stroke-width": 0.7 }) : null,
       svg("circle", { cx: X(xs[i]), cy: Y(ys[i]), r: 5, fill: colour }),
-      spots[i] === null ? svg("title", { text: `${word.word} (${word.text + 1})` }) : svg("text", { x: X(xs[i]) + 8, y: spots[i], "font-size": 12, text: word.word }, svg("tspan", { "font-size": 9, class: "quiet", dy: -4, text: ` ${word.text + 1}` })));
+      y === null ? svg("title", { text: `${word.word} (${word.text + 1})` }) : svg("text", { x: X(xs[i]) + 8, y, "font-size": 12, text: word.word }, svg("tspan", { "font-size": 9, class: "quiet", dy: -4, text: ` ${lines}` })));
   });
   chart.append(...marks);
   // Arrow keys go to the next word to that side.

@@ -65,7 +65,7 @@ export function draw(panel, shown, state) {
     if (event.key === "Enter" && (event.ctrlKey || event.metaKey)) { event.preventDefault(); views.forEach((view) => view.write()); }
   });
   panel.replaceChildren(
-    el("p", { class: "lead", text: "The bars are the model's next token. Click one to take it. The sliders change the bars, and what Write samples." }),
+    el("p", { class: "lead", text: "A language model writes one token at a time. The bars are the probabilities of the next one: click one to take it. Temperature makes them steeper or flatter; top-k and top-p leave the likeliest ones; Write samples from what is left." }),
     box,
     el("div", { class: "controls" },
       slider("temperature", { min: 0.1, max: 3, step: 0.1, value: settings.temperature, format: (v) => v.toFixed(1), onInput: (v) => { settings.temperature = v; redraw(); } }),
@@ -91,7 +91,7 @@ class Column {
     this.model = model;
     this.state = columnOf(model);
     this.turn = 0; // counts restarts: what an earlier turn streams is dropped
-    this.text = el("div", { class: "passage", role: "group", "aria-label": `Text of ${model.id}` });
+    this.text = el("div", { class: "passage", dir: "auto", role: "group", "aria-label": `Text of ${model.id}` });
     this.written = el("div", { class: "unseen", role: "log", "aria-label": `New text of ${model.id}` }); // read out when it is whole
     this.bars = el("div");
     this.tree = el("div");
@@ -106,7 +106,7 @@ class Column {
     const taken = texts.map((token) => el("span", { class: "new", title: token.p === undefined ? null : percent(token.p), text: token.text }));
     const rest = streamed ? el("span", { class: "new" }, streamed) : null;
     this.text.replaceChildren(...(continues(this.model) ? [given] : []), ...taken, ...(rest ? [rest] : []));
-    if (!this.text.textContent) this.text.replaceChildren(el("span", { class: "given", text: "(the answer)" }));
+    if (!this.text.textContent) this.text.replaceChildren(el("span", { class: "given", text: continues(this.model) ? "(the beginning of a text)" : "(the answer)" }));
   }
 
   restart() {
@@ -223,29 +223,27 @@ class Column {
     const { context: prompt, ids } = this.state;
     show(this.tree, async () => {
       const found = await post("/beams", { model: this.model.id, prompt, new_tokens: ids, num_beams: settings.beams, max_new_tokens: settings.beamTokens }, `beams-${this.model.id}`);
-      return [el("h2", { text: "Beams" }), drawTree(found), table(["text that the search found", "score"], found.sequences.map((sequence) => [sequence.text.trim() || "(the end)", sequence.score.toFixed(2)])),
+      return [el("h2", { text: "Beams" }),
+        el("p", { class: "note", text: "Each column is a step: its candidates, the highest sum of log-probabilities first. As many go on as there are beams; pale ones were dropped. The bold line is the best text." }), drawTree(found), table(["text that the search found", "score"], found.sequences.map((sequence) => [sequence.text.trim() || "(the end)", sequence.score.toFixed(2)])),
         details("Every candidate", () => table(["token", "after", "probability", "score", ""], found.nodes.slice(1).map((node) => [node.text, found.nodes[node.parent].text, percent(Math.exp(node.logprob)), node.score.toFixed(3), node.fate])))];
     });
   }
 }
 
-// Candidates as a tree from left to right. A dropped candidate is faint; the best text is marked.
+// Candidates as a tree from left to right: a column has those of one step, the highest score first. A dropped candidate is
+// pale; the best text is bold.
 export function drawTree({ nodes, sequences }) {
-  const children = nodes.map(() => []);
-  nodes.forEach((node, i) => { if (node.parent >= 0) children[node.parent].push(i); });
   const depth = [];
   nodes.forEach((node, i) => (depth[i] = node.parent < 0 ? 0 : depth[node.parent] + 1));
+  const columns = Array.from({ length: Math.max(...depth) + 1 }, () => []);
+  nodes.forEach((_, i) => columns[depth[i]].push(i));
   const row = [];
-  let rows = 0;
-  const place = (i) => {
-    const own = children[i].sort((a, b) => nodes[b].score - nodes[a].score);
-    own.forEach(place);
-    row[i] = own.length ? (row[own[0]] + row[own.at(-1)]) / 2 : rows++;
-  };
-  place(0);
+  columns.forEach((column) => column.sort((a, b) => nodes[b].score - nodes[a].score).forEach((i, rank) => (row[i] = rank)));
+  const rows = Math.max(...columns.map((column) => column.length));
+  row[0] = (rows - 1) / 2;
   const best = new Set();
   for (let i = sequences[0]?.node ?? 0; i >= 0; i = nodes[i].parent) best.add(i);
-  const [dx, dy, pad, cell] = [132, 24, 12, 106]; // a cell has a token and its probability; a curve leads to the next
+  const [dx, dy, pad, cell] = [150, 26, 12, 106]; // a cell has a token and its probability; a curve leads to the next
   const width = pad * 2 + Math.max(...depth) * dx + cell + 4;
   const height = pad * 2 + rows * dy;
   const X = (i) => pad + depth[i] * dx;
@@ -255,7 +253,7 @@ export function drawTree({ nodes, sequences }) {
   nodes.forEach((node, i) => {
     if (node.parent < 0) return;
     const [x0, x1] = [X(node.parent) + (node.parent ? cell + 2 : 8), X(i)];
-    tree.append(svg("path", { d: `M${x0} ${Y(node.parent)}C${x0 + 12} ${Y(node.parent)} ${x1 - 12} ${Y(i)} ${x1} ${Y(i)}`, fill: "none", stroke: colour(i), "stroke-width": best.has(i) ? 2.4 : 0.6 + 2.4 * Math.exp(node.logprob), "stroke-opacity": node.fate === "dropped" ? 0.3 : 0.9 }));
+    tree.append(svg("path", { d: `M${x0} ${Y(node.parent)}C${x0 + 24} ${Y(node.parent)} ${x1 - 24} ${Y(i)} ${x1} ${Y(i)}`, fill: "none", stroke: colour(i), "stroke-width": best.has(i) ? 2.4 : 0.6 + 2.4 * Math.exp(node.logprob), "stroke-opacity": node.fate === "dropped" ? 0.3 : 0.9 }));
   });
   nodes.forEach((node, i) => {
     if (node.parent < 0) { tree.append(svg("circle", { cx: X(i) + 4, cy: Y(i), r: 4, fill: "var(--accent)" })); return; }
@@ -265,7 +263,5 @@ export function drawTree({ nodes, sequences }) {
       svg("text", { x: X(i) + 4, y: Y(i) + 4, "font-size": 12, class: "mono", "font-weight": best.has(i) ? 700 : 400, text: shown.length > 9 ? `${shown.slice(0, 8)}…` : shown }),
       svg("text", { x: X(i) + cell, y: Y(i) + 4, "font-size": 10, class: "quiet", "text-anchor": "end", text: node.fate === "finished" ? "end" : percent(Math.exp(node.logprob)) })));
   });
-  const box = el("div", { class: "tree", tabindex: 0, role: "region", "aria-label": "Beams" }, tree);
-  requestAnimationFrame(() => (box.scrollTop = Y(0) - box.clientHeight / 2)); // a high tree begins at its root
-  return box;
+  return el("div", { class: "tree", tabindex: 0, role: "region", "aria-label": "Beams" }, tree);
 }
