@@ -450,7 +450,7 @@ def test_vectors(page: Any, address: str) -> None:
     own.get_by_role("button", name="cat in line 5").wait_for()
     until_answered(page)
     assert own.locator(".point circle").count() == 7
-    labels = own.locator(".point text").all_inner_texts()
+    labels = own.locator(".point text").all_text_contents()
     assert labels == ["cat 1–5", "dog 6", "river 6"]  # the cats of equal sentences are at one place
 
 
