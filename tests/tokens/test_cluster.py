@@ -451,6 +451,19 @@ def test_a_sample_is_that_of_one_process(source: Path, tmp_path: Path, kind: str
     assert list(tmp_path.iterdir()) == []
 
 
+class SkippingEngine(ShuffledEngine):
+    """Skips the first text in the second reading, as if it hung only then."""
+
+    def run(self, specs: Sequence[Spec]) -> Iterator[tuple[int, dict[str, Any]]]:
+        for index, spec in enumerate(specs):
+            yield index, run_task(spec, Watch([("text", 1)] if spec["kind"] == "sample" else []))
+
+
+def test_a_sample_never_takes_other_passages_than_it_drew(source: Path, tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="gives other passages than in the first reading"):
+        sample_by_tasks(inputs(source), tmp_path / "t", SkippingEngine(0), 5_000, document_timeout=0)
+
+
 def test_a_machine_that_does_not_see_the_folder(tmp_path: Path) -> None:
     spec = {"kind": "read", "task": 0, "store": str(tmp_path / "nowhere"), "plan": "plan.json", "inputs": ""}
     with pytest.raises(UserError, match=r"does not see .*nowhere\. Name an --output-dir on a file system that all"):

@@ -473,8 +473,15 @@ def take_passages(spec: Spec, store: Store, watch: Watch) -> TaskOutput:
     with open_slices(spec, watch) as corpus:
         texts = (text for document in corpus.iter_documents() for text in document.texts)
         passages = split_passages(split_long_words(text, Counter()) for text in texts)
-        taken += [passage.encode() for passage, drawn in zip(passages, is_drawn, strict=False) if drawn]
+        num_seen = 0
+        for passage in passages:
+            if num_seen < len(is_drawn) and is_drawn[num_seen]:
+                taken.append(passage.encode())
+            num_seen += 1
         watch.finish()
+    if num_seen != len(is_drawn):  # a document that hangs only now: those after it have other numbers
+        named = ", ".join(dict.fromkeys(path for path, *_ in spec["slices"]))
+        raise UserError(f"{named}: gives other passages than in the first reading. Start anew with --overwrite.")
     sizes = np.array([len(data) for data in taken], np.int64)
     text: np.ndarray = np.frombuffer(b"".join(taken), np.uint8)
     return TaskOutput({"text": text, "sizes": sizes}, {})
