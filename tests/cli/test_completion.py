@@ -18,6 +18,7 @@ COMPLETED = {
     "firth evaluate run --task word-": ["word-in-context", "word-similarity"],
     "firth tokenizer --kind byte": ["byte-bpe"],
     "firth pretrain gpt2 --parallel d": ["ddp"],
+    "firth export run/final --format g": ["gguf", "glove"],
     "firth pretrain gpt2 --data a.t": [],  # the shell completes file names
 }
 # One process for all command lines: each would take half a second to start.

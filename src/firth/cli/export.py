@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import typer
 
@@ -29,7 +29,7 @@ firth export words/final --output-dir vectors --format word2vec
 class ExportOptions(OutputOptions):
     checkpoint: str = option(..., "A checkpoint folder; for word vectors also a file of them.", argument=True)
     output_dir: str | None = option(None, "Write to this folder; not needed with --check.", "FOLDER", required=True)
-    format: str = option(
+    format: Literal["huggingface", "onnx", "gguf", "word2vec", "glove", "firth"] = option(
         "huggingface",
         "Write huggingface, onnx, gguf, word2vec, glove or firth. onnx is for onnxruntime and browsers, gguf for "
         "llama.cpp and Ollama; word2vec and glove are word vectors as gensim reads them, firth is a checkpoint of word "
