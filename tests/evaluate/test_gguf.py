@@ -20,7 +20,7 @@ from firth.evaluate.gguf_layout import find_architecture
 from firth.evaluate.gguf_tokenizer import make_gguf_tokenizer
 from firth.evaluate.gguf_writer import quantize_q8_0
 from firth.evaluate.token_check import ODD_TEXTS, SCRIPT_TEXTS
-from firth.models import Model, ModelConfig, make_model
+from firth.models import Model, ModelConfig, get_preset, make_model
 from firth.models import presets as p
 from firth.models.config import LearnedPosition, LMHead, RopeScaling, Rotary, SlidingWindow, T5Bias
 from firth.models.task_heads import head_for_task
@@ -206,9 +206,10 @@ def test_settings_without_a_graph_are_refused_by_name() -> None:
         r"no gpt2 with model\.norm_first=False": p.gpt(2, 16, 2, 64),
         r"no llama with model\.prompt_form=prefix": replace(llama, prompt_form="prefix"),
         r"no bert with model\.head=ClassificationHead": replace(bert, head=head_for_task(bert, "classify", ("a", "b"))),
-        r"no bert with model\.embed_dim=8": p.bert(2, 16, 2, 64, embed_dim=8),
         r"model\.position=Disentangled": p.deberta(2, 16, 2, 64),
         r"no t5 with model\.position\.max_distance=64": replace(t5, position=T5Bias(32, 64)),
+        r"no bert with model\.embed_dim=8\. Export with --format onnx": p.bert(2, 16, 2, 64, embed_dim=8),
+        r"no LSTM with .* ONNX has no graph for this model either": get_preset("bilstm-tiny"),
     }
     for message, config in refused.items():
         with pytest.raises(UserError, match=message):

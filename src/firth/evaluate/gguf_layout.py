@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from firth.core.errors import UserError, shorten
+from firth.evaluate.onnx_graph import check_onnx_support
 from firth.models import EmbeddingHead, LMHead, Model, ModelConfig, Stack, make_sequence_template
 from firth.models.block import Block
 from firth.models.config import (
@@ -67,9 +68,11 @@ def find_architecture(config: ModelConfig) -> Architecture:
     """Return the architecture of a model. A UserError names the setting that llama.cpp does not have."""
     found = ARCHITECTURES.get((config.architecture, type(config.position)))
     if config.recurrent is not None:
-        raise UserError(no_graph("recurrent", type(config.recurrent).__name__, "LSTM"))
+        raise UserError(no_graph(config, "recurrent", type(config.recurrent).__name__, "LSTM"))
     if found is None:
-        raise UserError(no_graph("position", type(config.position).__name__, f"{config.architecture} of its own"))
+        raise UserError(
+            no_graph(config, "position", type(config.position).__name__, f"{config.architecture} of its own")
+        )
     for name, wanted in (EVERYWHERE | found.required).items():
         value = reduce(getattr, name.split("."), config)
         is_type = isinstance(wanted, type) or (isinstance(wanted, tuple) and isinstance(wanted[0], type))
@@ -78,34 +81,40 @@ def find_architecture(config: ModelConfig) -> Architecture:
         )
         if not fits:
             shown = type(value).__name__ if is_type else value
-            raise UserError(no_graph(name, shown, found.name))
+            raise UserError(no_graph(config, name, shown, found.name))
     check_head(config, found.name)
     return found
 
 
-def no_graph(name: str, value: Any, architecture: str) -> str:
-    return f"llama.cpp has no {architecture} with model.{name}={shorten(value)}. Export with --format onnx."
+def no_graph(config: ModelConfig, name: str, value: Any, architecture: str) -> str:
+    """Return what llama.cpp does not have, and whether --format onnx has it."""
+    refused = f"llama.cpp has no {architecture} with model.{name}={shorten(value)}."
+    try:
+        check_onnx_support(config)
+    except UserError:
+        return f"{refused} ONNX has no graph for this model either."
+    return f"{refused} Export with --format onnx."
 
 
 def check_head(config: ModelConfig, name: str) -> None:
     """Refuse heads that the graphs do not have: task heads, and language-model heads with a transform or a bias."""
     head = config.head
     if config.get_extra("generator") is not None:
-        raise UserError(no_graph("extras", "GeneratorConfig", name))
+        raise UserError(no_graph(config, "extras", "GeneratorConfig", name))
     if isinstance(head, EmbeddingHead):
         if head.has_pooler:
-            raise UserError(no_graph("head.has_pooler", True, name))
+            raise UserError(no_graph(config, "head.has_pooler", True, name))
         if config.architecture == "decoder":
-            raise UserError(no_graph("head", "EmbeddingHead", name))
+            raise UserError(no_graph(config, "head", "EmbeddingHead", name))
         return
     if not isinstance(head, LMHead):
-        raise UserError(no_graph("head", type(head).__name__, name))
+        raise UserError(no_graph(config, "head", type(head).__name__, name))
     if config.architecture != "encoder":
         for field in ("transform", "bias", "extends_embeddings"):
             if getattr(head, field):
-                raise UserError(no_graph(f"head.{field}", True, name))
+                raise UserError(no_graph(config, f"head.{field}", True, name))
         if config.architecture == "decoder" and config.has_bidirectional_prompt:
-            raise UserError(no_graph("prompt_form", config.prompt_form, name))
+            raise UserError(no_graph(config, "prompt_form", config.prompt_form, name))
 
 
 # --- parts ----------------------------------------------------------------------------------------------------------
@@ -427,7 +436,7 @@ def model_metadata(model: Model, architecture: Architecture) -> dict[str, Any]:
     if config.architecture == "encoder-decoder":
         wanted = ACTIVATIONS if config.mlp.gated else ("relu",)
         if config.mlp.activation not in wanted:
-            raise UserError(no_graph("mlp.activation", config.mlp.activation, architecture.name))
+            raise UserError(no_graph(config, "mlp.activation", config.mlp.activation, architecture.name))
         assert model.tokenizer is not None
         entries["decoder_start_token_id"] = make_sequence_template(config, model.tokenizer.vocab).decoder_start_id
     return {f"{architecture.name}.{name}": value for name, value in entries.items()}
