@@ -14,6 +14,7 @@ import torch
 
 from firth import api
 from firth.core.errors import UserError
+from firth.evaluate.embed import embed_texts
 from firth.evaluate.gguf_check import TOLERANCES
 from firth.evaluate.gguf_export import make_modelfile, write_gguf_folder
 from firth.evaluate.gguf_layout import find_architecture
@@ -22,7 +23,7 @@ from firth.evaluate.gguf_writer import quantize_q8_0
 from firth.evaluate.token_check import ODD_TEXTS, SCRIPT_TEXTS
 from firth.models import Model, ModelConfig, get_preset, make_model
 from firth.models import presets as p
-from firth.models.config import LearnedPosition, LMHead, RopeScaling, Rotary, SlidingWindow, T5Bias
+from firth.models.config import EmbeddingHead, LearnedPosition, LMHead, RopeScaling, Rotary, SlidingWindow, T5Bias
 from firth.models.task_heads import head_for_task
 from firth.tasks.chat import ChatTemplate, add_chat_template
 from firth.tokens import Tokenizer, train_tokenizer
@@ -268,3 +269,23 @@ def test_llama_cpp_computes_the_same(family: str, own_tokenizers: dict[str, Toke
     differing = {"byte-bpe": [], "unigram": ["  two  spaces   three "]}.get(model.tokenizer.kind)
     if differing is not None:
         assert [text for text in made["other_token_ids"] if text not in differing] == []
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("pool", ["mean", "first"])
+def test_llama_cpp_pools_as_fine_tuned(pool: str, own_tokenizers: dict[str, Tokenizer], tmp_path: Path) -> None:
+    """By its own metadata, after a check in the same process: the check must leave llama.cpp usable."""
+    library = pytest.importorskip("llama_cpp")
+    tokenizer = own_tokenizers["wordpiece"]
+    config = p.bert(2, 64, 4, tokenizer.vocab.size, position=LearnedPosition(64), head=EmbeddingHead(pool))
+    model = make_model(config).eval()
+    model.tokenizer = tokenizer
+    model.save(tmp_path / "saved")
+    api.export(tmp_path / "saved", tmp_path / "gguf", check=True, format="gguf", dtype="f32")
+    from_metadata = -1
+    path = str(tmp_path / "gguf" / "model-f32.gguf")
+    opened = library.Llama(path, embedding=True, n_ctx=64, pooling_type=from_metadata, verbose=False)
+    for text in ("The old ship came home.", "a river"):
+        expected = embed_texts(model, [text], normalise=True)[0]
+        np.testing.assert_allclose(opened.embed(text, normalize=True), expected, atol=5e-3)
+    opened.close()

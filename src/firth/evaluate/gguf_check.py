@@ -9,6 +9,7 @@ output, by the type of the file.
 from __future__ import annotations
 
 import ctypes
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -36,13 +37,18 @@ def import_llama_cpp() -> Any:
         raise UserError("--check of GGUF needs the package llama-cpp-python: pip install llama-cpp-python") from None
 
 
+@cache
+def make_silent_log() -> Any:
+    """Return a log function that prints nothing. It is kept for ever: llama.cpp calls it whenever it is used again."""
+    return import_llama_cpp().llama_log_callback(lambda level, text, data: None)
+
+
 class LlamaCpp:
     """A GGUF file, opened by llama.cpp on the CPU, with a KV cache in float32."""
 
     def __init__(self, path: Path, num_tokens: int) -> None:
         self.api = api = import_llama_cpp()
-        self.silence = api.llama_log_callback(lambda level, text, data: None)
-        api.llama_log_set(self.silence, ctypes.c_void_p(0))
+        api.llama_log_set(make_silent_log(), ctypes.c_void_p(0))
         api.llama_backend_init()
         settings = api.llama_model_default_params()
         settings.n_gpu_layers = 0
