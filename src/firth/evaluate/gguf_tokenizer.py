@@ -7,7 +7,7 @@ vocabulary: a byte-level BPE of your own with GPT-2's expression is `gpt2` with 
 | Firth | llama.cpp | differences |
 | --- | --- | --- |
 | byte-bpe | gpt2 | none; normal forms are not applied; refused: words that were added to the pattern gpt2 |
-| wordpiece | bert | a word with ▁ inside or of more than 100 characters is not [UNK]; some control characters end a word |
+| wordpiece | bert | a word with ▁ or of over 100 characters is not [UNK]; some control characters end a word |
 | unigram | t5 | a first space becomes two; unknown characters around a tab are one <unk>; no byte fallback: <unk> |
 | bpe, char, word | | refused: no model of llama.cpp splits words in this way |
 """
