@@ -41,8 +41,9 @@ from firth.text import read_labelled
 from firth.tokens import PackedDataset, ShardSet, open_shards
 from firth.train import ComputeConfig, Recipe, TrainingRun, choose_compute, fit, parse_overrides, read_log
 from firth.train.dataloader import make_pretrain_batch_fn, make_ramp_datasets, make_row_dataset, single_stage_recipe
-from firth.train.pretrain import build_pretrain_model, resolve_schedule, time_steps, write_final_model
+from firth.train.pretrain import build_pretrain_model, write_final_model
 from firth.train.ramp import stage_shares
+from firth.train.schedule import resolve_schedule, time_steps
 
 OURS, THEIRS = "firth", "transformers"
 NUM_EVALUATIONS = 20  # evaluations per run; five times as dense in the first tenth

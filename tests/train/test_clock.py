@@ -37,6 +37,7 @@ from firth.train.resume import merge_recipe
 clocks = importlib.import_module("firth.train.clock")
 pretraining = importlib.import_module("firth.train.pretrain")  # the name in firth.train is the function
 replanning = importlib.import_module("firth.train.replan")
+schedules = importlib.import_module("firth.train.schedule")
 CPU = ComputeConfig(torch.device("cpu"), bf16=False, compile=False)
 SOURCE = Path(__file__).parents[2] / "src" / "firth"
 Recipes = Callable[..., Recipe]
@@ -49,7 +50,7 @@ class Hand:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.now = 1000.0
-        for module in (clocks, pretraining, replanning, pretrain_command):
+        for module in (clocks, pretraining, replanning, schedules, pretrain_command):
             monkeypatch.setattr(module, "time", SimpleNamespace(monotonic=lambda: self.now))
 
 

@@ -25,9 +25,10 @@ from firth.train import ComputeConfig, Recipe, TrainingConfig, TrainingRun, fit,
 from firth.train import guard as guards
 from firth.train.dataloader import make_pretrain_batch_fn, make_row_dataset
 from firth.train.guard import MIN_HISTORY_STEPS, Guard, StepOutcome, nan_row_medians
+from firth.train.held_out import HeldOutLoss
 from firth.train.loop import chain_hash, hash_rows
 from firth.train.optim import make_optimizer
-from firth.train.pretrain import build_pretrain_model, make_held_out_loss_fn
+from firth.train.pretrain import build_pretrain_model
 from firth.train.step import (
     RecurrentStateDict,
     build_step_runner,
@@ -345,8 +346,8 @@ def test_out_of_memory_in_an_evaluation_halves_its_batches(
     recipe, shards = recipe_of(family, per_device_train_batch_size=6), shards_of(family)
     model = build_pretrain_model(recipe, shards.tokenizer)
     rows = make_row_dataset(recipe, shards, held_out=True)
-    wanted = make_held_out_loss_fn(recipe, rows, shards.tokenizer, CPU)(model)["eval_loss"]
-    evaluate, whole = make_held_out_loss_fn(recipe, rows, shards.tokenizer, CPU), model.losses
+    wanted = HeldOutLoss(recipe, rows, shards.tokenizer, CPU)(model)["eval_loss"]
+    evaluate, whole = HeldOutLoss(recipe, rows, shards.tokenizer, CPU), model.losses
     model.losses = lambda batch, **_: whole(batch) if len(batch.input_ids) <= 2 else no_room()  # type: ignore[method-assign]
     assert evaluate(model)["eval_loss"] == pytest.approx(wanted, rel=1e-6)
     assert "evaluations use batches of 2 rows" in capsys.readouterr().err

@@ -55,9 +55,10 @@ from firth.train.dataloader import (
     open_recipe_shards,
 )
 from firth.train.distributed import DistContext
+from firth.train.held_out import HeldOutLoss, choose_eval_rows
 from firth.train.loop import SpeedMeter, prefetch_batches
 from firth.train.optim import learning_rate_at
-from firth.train.pretrain import build_pretrain_model, choose_eval_rows, make_held_out_loss_fn
+from firth.train.pretrain import build_pretrain_model
 from firth.train.recipe import EngineConfig
 from firth.train.step import dropout_seed, train_step
 from firth.train.step_runner import StepRunner
@@ -267,7 +268,7 @@ def test_eval_loss_is_the_mean_over_all_targets(recipe_of: Recipes, shards_of: M
     model = build_pretrain_model(recipe, shards.tokenizer)
     rows = make_row_dataset(recipe, shards, held_out=True)
     assert rows.num_rows > 3, "more than one batch, or the test shows nothing"
-    found = make_held_out_loss_fn(recipe, rows, shards.tokenizer, CPU)(model)["eval_loss"]
+    found = HeldOutLoss(recipe, rows, shards.tokenizer, CPU)(model)["eval_loss"]
 
     index = choose_eval_rows(recipe, rows)
     batch = recipe.objective(rows.get_rows(index), CounterRNG(recipe.seed, index), shards.tokenizer.vocab).to(
@@ -305,7 +306,7 @@ def test_evaluation_sampling_is_seeded(recipe_of: Recipes, shards_of: Make) -> N
     recipe = replace(recipe, model=with_extras(recipe.model, ("generator",)))
     rows = make_row_dataset(recipe, shards, held_out=True)
     model = build_pretrain_model(recipe, shards.tokenizer)
-    evaluate = make_held_out_loss_fn(recipe, rows, shards.tokenizer, CPU)
+    evaluate = HeldOutLoss(recipe, rows, shards.tokenizer, CPU)
     torch.manual_seed(1)
     found = evaluate(model)["eval_loss"]
     torch.manual_seed(2)
@@ -411,7 +412,7 @@ def test_a_changing_mask_rate_is_logged_and_resumes(
     shards = open_recipe_shards(constant)
     rows = make_held_out_dataset(constant, shards)
     assert rows is not None
-    evaluate = make_held_out_loss_fn(constant, rows, shards.tokenizer, CPU)
+    evaluate = HeldOutLoss(constant, rows, shards.tokenizer, CPU)
     assert evaluate(load_model(tmp_path / "straight" / "final"))["eval_loss"] == pytest.approx(held_out, rel=1e-6)
 
 
@@ -724,7 +725,7 @@ def test_a_student_does_not_repeat_the_masks_of_its_teacher(recipe_of: Recipes) 
     assert len({recipe.noise_seed for recipe in (teacher, student, chain)}) == 3
     model, losses = make_model(teacher.model), []
     for recipe in (teacher, student):
-        losses.append(make_held_out_loss_fn(recipe, rows, shards.tokenizer, CPU)(model))
+        losses.append(HeldOutLoss(recipe, rows, shards.tokenizer, CPU)(model))
     assert losses[0] == losses[1]
 
 

@@ -23,13 +23,14 @@ from firth.recipes import pretraining_recipe
 from firth.recipes.pretraining import complete_recipe
 from firth.tokens import ShardSet, StreamDataset, open_shards
 from firth.train import ComputeConfig, Recipe, TrainingRun, fit, pretrain, read_log
-from firth.train.dataloader import make_pretrain_batch_fn, make_row_dataset
+from firth.train.dataloader import make_batch, make_pretrain_batch_fn, make_row_dataset
+from firth.train.held_out import HeldOutLoss
 from firth.train.optim import make_optimizer
-from firth.train.pretrain import build_pretrain_model, make_held_out_loss_fn
+from firth.train.pretrain import build_pretrain_model
 from firth.train.step import train_step
 from firth.train.step_runner import StepRunner
 
-module = importlib.import_module("firth.train.pretrain")  # the name in firth.train is the function
+pretraining = importlib.import_module("firth.train.pretrain")  # the name in firth.train is the function
 CPU = ComputeConfig(torch.device("cpu"), bf16=False, compile=False)
 Recipes = Callable[..., Recipe]
 
@@ -161,7 +162,9 @@ def test_a_resumed_run_equals_an_uninterrupted_one(
             if now == at:
                 raise Stop
 
-        monkeypatch.setattr(module, "TrainingRun", lambda *a, stop=stop, **k: TrainingRun(*a, **k, hooks=[(1, stop)]))
+        monkeypatch.setattr(
+            pretraining, "TrainingRun", lambda *a, stop=stop, **k: TrainingRun(*a, **k, hooks=[(1, stop)])
+        )
         with pytest.raises(Stop):
             pretrain(stopped, resume=True)
     monkeypatch.undo()
@@ -192,14 +195,14 @@ def test_an_evaluation_has_its_own_state(streaming: Recipes) -> None:
     recipe = streaming(per_device_train_batch_size=2, eval_rows=5)
     model, _, _, shards = made(recipe)
     rows = make_row_dataset(recipe, shards, held_out=True)
-    evaluate = make_held_out_loss_fn(recipe, rows, shards.tokenizer, CPU)
+    evaluate = HeldOutLoss(recipe, rows, shards.tokenizer, CPU)
     found = evaluate(model)["eval_loss"]
     assert evaluate(model)["eval_loss"] == found
     assert model.pop_state() == {}
     total, count = 0.0, 0
     for first in (0, 2, 4):
         index = np.arange(first, min(first + 2, 5))
-        batch = module.make_batch(recipe, rows, index, shards.tokenizer.vocab)
+        batch = make_batch(recipe, rows, index, shards.tokenizer.vocab)
         if first == 4:
             model.load_state({name: value[:1] for name, value in model.pop_state().items()})
         with torch.no_grad():

@@ -23,7 +23,8 @@ from firth.text import Document
 from firth.tokens import MixConfig, MixedDataset, PackedDataset, ShardSet, open_shards, prepare
 from firth.train import ComputeConfig, Recipe, TrainingConfig, TrainingRun, pretrain, read_log
 from firth.train.dataloader import make_batch, make_row_dataset
-from firth.train.pretrain import build_pretrain_model, choose_eval_rows, make_held_out_loss_fn
+from firth.train.held_out import HeldOutLoss, choose_eval_rows
+from firth.train.pretrain import build_pretrain_model
 from firth.train.ramp import ramp_stages, stage_at
 from firth.train.step import build_step_runner, train_step
 
@@ -175,7 +176,7 @@ def test_the_progress_line(
 def test_the_held_out_accuracy_by_hand(recipe_of: Recipes, shards_of: Callable[[str], ShardSet]) -> None:
     recipe, shards = recipe_of("gpt2", per_device_train_batch_size=3, eval_rows=4), shards_of("gpt2")
     model, rows = build_pretrain_model(recipe, shards.tokenizer), make_row_dataset(recipe, shards, held_out=True)
-    found = make_held_out_loss_fn(recipe, rows, shards.tokenizer, CPU)(model)
+    found = HeldOutLoss(recipe, rows, shards.tokenizer, CPU)(model)
     batch = make_batch(recipe, rows, choose_eval_rows(recipe, rows), shards.tokenizer.vocab).to(CPU.device)
     with torch.no_grad():
         logits, used = model.logits(batch), batch.labels != -100

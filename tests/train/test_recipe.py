@@ -23,9 +23,9 @@ from firth.train import (
     read_yaml_mapping,
     save_recipe,
 )
-from firth.train.pretrain import resolve_schedule
 from firth.train.recipe import EngineConfig
 from firth.train.resume import merge_recipe
+from firth.train.schedule import resolve_schedule
 
 
 def recipe(**fields: object) -> Recipe:

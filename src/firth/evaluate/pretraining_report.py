@@ -41,8 +41,9 @@ from firth.train.dataloader import open_recipe_shards
 from firth.train.distributed import SINGLE_PROCESS, select_device
 from firth.train.findings import Finding
 from firth.train.log import read_last_losses
-from firth.train.pretrain import GOLDEN_RATIO, build_pretrain_model
+from firth.train.pretrain import build_pretrain_model
 from firth.train.samples import read_samples
+from firth.train.schedule import GOLDEN_RATIO
 
 NUM_PASSAGES = 6
 MAX_SEARCHED_DOCUMENTS = 200  # documents in which passages are searched

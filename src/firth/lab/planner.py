@@ -47,10 +47,11 @@ from firth.train.batch_size import (
 )
 from firth.train.compute import choose_compute, choose_threads, limit_threads, thread_choices
 from firth.train.distributed import SINGLE_PROCESS, select_device
-from firth.train.pretrain import EVALS_PER_PRETRAINING, time_pretraining
+from firth.train.pretrain import time_pretraining
 from firth.train.recipe import Recipe
 from firth.train.replan import affordable_steps, limit_evaluations
 from firth.train.resources import available_memory, estimate_resources, measure_flops
+from firth.train.schedule import EVALS_PER_PRETRAINING
 from firth.train.step import train_step
 
 SAME_LOSS_TOLERANCE = 0.01  # relative difference below which the smaller model is taken

@@ -16,7 +16,7 @@ from firth.tasks.search import plan_search
 from firth.tasks.seed_model import build_seed_model
 from firth.tasks.shape_buckets import ShapeCountingBatches
 from firth.train.compute import thread_choices
-from firth.train.pretrain import resolve_schedule, time_steps
+from firth.train.schedule import resolve_schedule, time_steps
 
 MIN_DEFAULT_STEPS = 200  # lower bound of the default length in steps: small data need more epochs
 EARLY_STOPPING_EVALUATIONS = 10  # per seed with early stopping. Override: --eval-steps
