@@ -26,7 +26,7 @@ from firth.core.errors import UserError
 from firth.recipes import pretraining_recipe
 from firth.tokens import ShardSet, open_shards
 from firth.train.dataloader import make_pretrain_batch_fn, make_row_dataset
-from firth.train.loop import prefetch_batches
+from firth.train.prefetch import prefetch_batches
 
 REPEATS = 5
 

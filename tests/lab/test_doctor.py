@@ -36,8 +36,8 @@ from firth.train import Recipe, pretrain, read_log
 from firth.train.findings import Evidence, Finding, Rule, examine, sort_findings
 from firth.train.live_doctor import FINDINGS_FILE, LiveDoctor
 from firth.train.log_rules import FINETUNING_RULES, LOG_RULES, LogFacts, References, Series
-from firth.train.loop import SpeedMeter
-from firth.train.loop import _progress_line as progress_line
+from firth.train.loop import progress_line
+from firth.train.speed import SpeedMeter
 from firth.train.timings import TIMINGS_FILE, sum_timings
 
 ROOT = Path(__file__).parents[2]

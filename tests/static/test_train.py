@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from firth.core.errors import UserError
+from firth.core.errors import Interrupted, UserError
 from firth.models import load_model
 from firth.static import learners, train
 from firth.static import vocabulary as texts
@@ -23,7 +23,6 @@ from firth.static.word2vec_triton import WindowBatch
 from firth.text import Corpus
 from firth.tokens import Shards, open_shards, prepare, train_tokenizer
 from firth.train import read_log
-from firth.train.loop import Interrupted
 
 Vectors = Word2VecRecipe | GloVeRecipe
 

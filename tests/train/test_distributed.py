@@ -24,7 +24,7 @@ from firth.train import Recipe, load_recipe, pretrain, read_log, save_recipe
 from firth.train.dataloader import make_pretrain_batch_fn, make_row_dataset
 from firth.train.distributed import SINGLE_PROCESS, DistContext, bucket_tensors, should_report_error
 from firth.train.launch import init_distributed
-from firth.train.loop import hash_rows
+from firth.train.prefetch import hash_rows
 from firth.train.ramp import Stage, check_even_split, micro_batches_per_process
 from firth.train.recipe import EngineConfig
 from firth.train.resume import merge_recipe

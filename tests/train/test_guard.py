@@ -26,8 +26,8 @@ from firth.train import guard as guards
 from firth.train.dataloader import make_pretrain_batch_fn, make_row_dataset
 from firth.train.guard import MIN_HISTORY_STEPS, Guard, StepOutcome, nan_row_medians
 from firth.train.held_out import HeldOutLoss
-from firth.train.loop import chain_hash, hash_rows
 from firth.train.optim import make_optimizer
+from firth.train.prefetch import chain_hash, hash_rows
 from firth.train.pretrain import build_pretrain_model
 from firth.train.step import (
     RecurrentStateDict,

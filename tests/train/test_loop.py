@@ -56,10 +56,11 @@ from firth.train.dataloader import (
 )
 from firth.train.distributed import DistContext
 from firth.train.held_out import HeldOutLoss, choose_eval_rows
-from firth.train.loop import SpeedMeter, prefetch_batches
 from firth.train.optim import learning_rate_at
+from firth.train.prefetch import prefetch_batches
 from firth.train.pretrain import build_pretrain_model
 from firth.train.recipe import EngineConfig
+from firth.train.speed import SpeedMeter
 from firth.train.step import dropout_seed, train_step
 from firth.train.step_runner import StepRunner
 

@@ -56,9 +56,10 @@ from firth.train.checkpoint import (
     remove_folder,
 )
 from firth.train.log import RunLog, read_last_losses
-from firth.train.loop import SpeedMeter, handle_stop_signals
 from firth.train.recipe import describe_tracked_run
 from firth.train.resume import read_results
+from firth.train.speed import SpeedMeter
+from firth.train.stop_signals import handle_stop_signals
 
 MAX_TIMING_SECONDS = 4.0  # longest timing of steps for `minutes`
 DIVERGENCE_FACTOR = 3.0  # a loss above this multiple of that of untrained vectors is reported as divergence

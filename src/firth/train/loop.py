@@ -18,28 +18,19 @@ Three properties hold throughout:
 from __future__ import annotations
 
 import math
-import os
-import signal
-import sys
-import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Mapping
+from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
-from zlib import crc32
 
-import numpy as np
 import torch
 
 from firth.core.console import StatusLine, format_passes, format_time_left, say, warn
 from firth.core.errors import Interrupted, UserError
 from firth.core.serialization import to_dict
 from firth.models import Model
-from firth.objectives import Batch
 from firth.train.checkpoint import (
     TrainState,
     collect_payload,
@@ -55,23 +46,23 @@ from firth.train.checkpoint import (
     save_best,
     trainable_state,
 )
-from firth.train.compute import ComputeConfig
 from firth.train.diagnose import diagnose_divergence
 from firth.train.distributed import SINGLE_PROCESS, DistContext
 from firth.train.dtensor import find_shard_group, to_local
-from firth.train.guard import Guard, StepOutcome
-from firth.train.log import NullLog, RunLog, TextProgress, read_last_losses, read_log
+from firth.train.guard import Guard
+from firth.train.log import NullLog, RunLog, read_last_losses, read_log
 from firth.train.optim import add_unfrozen_groups, learning_rate_at, make_optimizer
+from firth.train.prefetch import prefetch_batches
 from firth.train.recipe import describe_tracked_run
 from firth.train.samples import SAMPLES_FILE, CheckpointSamples, NoSamples
-from firth.train.step import RecurrentStateDict, TrainingRun, build_step_runner, compile_ahead, sum_counts, train_step
+from firth.train.speed import SpeedMeter
+from firth.train.step import RecurrentStateDict, TrainingRun, build_step_runner, compile_ahead, train_step
+from firth.train.step_record import StepRecord, defers_loss_reads, read_async
+from firth.train.stop_signals import PEER_GRACE_SECONDS, STOP_GRACE_SECONDS, handle_stop_signals
 from firth.train.timings import TIMINGS_FILE, StepTimings
 from firth.train.weight_average import make_weight_average
 from firth.train.writer import CheckpointWriter
 
-STOP_GRACE_SECONDS = 3.0  # from a signal to the end of the process, where a step takes longer
-PEER_GRACE_SECONDS = 1.0  # more for ranks other than 0, whose end would disturb rank 0
-SPEED_WARMUP_STEPS = 3  # steps left out of the speed: they compile and warm caches
 WEIGHT_RMS_STEPS = 10  # steps between two measurements of the weights under Muon
 
 
@@ -140,7 +131,7 @@ def fit(run: TrainingRun, resume: bool = False) -> FitResult:
             if record.is_logged or outcome.was_skipped:
                 entry = record.log_entry(outcome, new_metrics, weights)
                 log.write(**entry)
-                line.show(_progress_line(run, record, loss, metrics, speed, writer.last_saved))
+                line.show(progress_line(run, record, loss, metrics, speed, writer.last_saved))
                 if run.doctor is not None:
                     run.doctor.observe(entry)
             speed.end_warmup(record.step, record.tokens)
@@ -400,254 +391,7 @@ def try_save_best(folder: Path, model: Model, state: TrainState) -> bool:
     return True
 
 
-class StepRecord(NamedTuple):
-    """A step that has been launched; `read_values` waits for its outcome and its metrics."""
-
-    step: int
-    tokens: int
-    targets: int
-    learning_rate: float
-    data_hash: int
-    read_values: Callable[[], list[float]]
-    metric_names: list[str]
-    weight_names: list[str]
-    is_logged: bool
-    text_progress: TextProgress | None = None
-    mask_rate: float | None = None
-
-    def read(self) -> tuple[StepOutcome, dict[str, float], dict[str, float]]:
-        """Return loss, gradient norm and skip flag; losses and accuracies that the loss consists of; weights."""
-        values, size = self.read_values(), len(StepOutcome._fields)
-        end = size + len(self.metric_names)
-        named = zip(self.metric_names, values[size:end], strict=True)
-        metrics = {name: value for name, value in named if math.isfinite(value)}  # NaN: the mean of nothing
-        return StepOutcome(*values[:size]), metrics, dict(zip(self.weight_names, values[end:], strict=True))
-
-    def log_entry(
-        self, outcome: StepOutcome, metrics: Mapping[str, float], weights: Mapping[str, float]
-    ) -> dict[str, Any]:
-        """Return the line of log.jsonl. Equal `data` in two logs means that both runs read the same batches so far."""
-        numbers = {
-            "loss": outcome.loss,
-            **metrics,
-            "learning_rate": self.learning_rate,
-            "tokens": self.tokens,
-            "targets": self.targets,
-            **(self.text_progress._asdict() if self.text_progress else {}),
-            **({} if self.mask_rate is None else {"mask_rate": self.mask_rate}),
-            "grad_norm": outcome.grad_norm,
-            **weights,
-        }
-        finite = {name: value for name, value in numbers.items() if math.isfinite(value)}
-        skipped = {"skipped": outcome.skip_reason} if outcome.was_skipped else {}
-        return {"step": self.step, **finite, "data": f"{self.data_hash:08x}", **skipped}
-
-
-def defers_loss_reads(compute: ComputeConfig) -> bool:
-    """Whether losses are read one step late. A GPU runs asynchronously and would idle while the host reads."""
-    return compute.device.type == "cuda"
-
-
-def read_async(values: torch.Tensor) -> Callable[[], Any]:
-    """Start copying `values` to the host; the returned function waits for this copy and returns a list.
-
-    The event marks this point of the CUDA stream, so the wait does not include work launched later.
-    """
-    if not values.is_cuda:
-        return values.tolist
-    host_copy, done = torch.empty(values.shape, dtype=values.dtype, pin_memory=True), torch.cuda.Event()
-    host_copy.copy_(values, non_blocking=True)
-    done.record()
-
-    def read() -> Any:
-        done.synchronize()
-        return host_copy.tolist()
-
-    return read
-
-
-def prefetch_batches(
-    batch_fn: Callable[[int], Sequence[Batch]],
-    start: int,
-    end: Callable[[], int],
-    data_hash: int = 0,
-    dist_context: DistContext = SINGLE_PROCESS,
-    waiting: Callable[[], AbstractContextManager[None]] = nullcontext,
-) -> Iterator[tuple[int, Sequence[Batch], dict[str, int], int]]:
-    """Yield (step, micro-batches, target counts over all processes, hash of all data so far).
-
-    A thread prepares the next step's batches while the device computes the current one. `waiting` is entered to wait
-    for it. `end` may change meanwhile.
-    """
-    thread_context = dist_context.for_thread("batches")
-
-    def prepare(step: int, previous_hash: int) -> tuple[Sequence[Batch], dict[str, int], int]:
-        try:
-            micro_batches = batch_fn(step)
-        except MemoryError:
-            raise UserError(
-                "Out of host memory while making a batch: lower --per-device-train-batch-size or --max-seq-length."
-            ) from None
-        counts = thread_context.all_reduce_sum(
-            {**sum_counts(micro_batches), "rows": sum(map(hash_rows, micro_batches))}
-        )
-        return (
-            micro_batches,
-            {name: int(n) for name, n in counts.items()},
-            chain_hash(int(counts["rows"]), previous_hash),
-        )
-
-    with ThreadPoolExecutor(1, thread_name_prefix="batches") as pool:
-        step, next_batches = start, pool.submit(prepare, start, data_hash) if start < end() else None
-        while next_batches is not None:
-            with waiting():
-                micro_batches, counts, data_hash = next_batches.result()
-            next_batches = pool.submit(prepare, step + 1, data_hash) if step + 1 < end() else None
-            yield step, micro_batches, counts, data_hash
-            step += 1
-
-
-def chain_hash(rows_hash: int, previous_hash: int) -> int:
-    """Chain a step's row hash to the hash of all earlier steps."""
-    return crc32((rows_hash % 2**32).to_bytes(4, "little"), previous_hash)
-
-
-def hash_rows(batch: Batch) -> int:
-    """Return the sum of the rows' CRCs. A sum does not depend on how processes share the rows."""
-    row_hashes = [0] * len(batch.input_ids)
-    for array in batch:
-        if array is not None:
-            data = np.ascontiguousarray(array).reshape(-1).view(np.uint8).data
-            size = len(data) // len(row_hashes)
-            row_hashes = [crc32(data[i * size : (i + 1) * size], before) for i, before in enumerate(row_hashes)]
-    return sum(row_hashes)
-
-
-class StopRequest(threading.Event):
-    """Set when a signal requests a stop; `signal_number` is that signal, or 0.
-
-    Python runs a signal handler between two bytecodes of the main thread. The backward pass of a large model is one
-    call, of a minute or more, so a flag that is read after the step comes too late. A thread therefore waits for the
-    signal (`signal.set_wakeup_fd`). After `grace_seconds` it ends the process itself, but only while the loop
-    computes gradients or evaluates: then weights and optimizer are those of the last whole step. `state_lock` says so:
-    the loop holds it at all other times.
-    """
-
-    signal_number = 0
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.state_lock, self.left, self.is_evaluating = threading.Lock(), threading.Event(), False
-
-    @contextmanager
-    def computing(self, is_evaluating: bool = False) -> Iterator[None]:
-        """Mark a part of the loop that changes neither weights nor optimizer: the process may end in it."""
-        self.is_evaluating = is_evaluating
-        self.state_lock.release()
-        try:
-            yield
-        finally:
-            self.state_lock.acquire()
-
-    def watch(self, fd: int, save_before_exit: Callable[[bool], bool], grace_seconds: float) -> None:
-        """Wait for a signal; end the process if the loop has not ended soon after it."""
-        with open(fd, "rb", buffering=0) as pipe:
-            numbers = iter(lambda: pipe.read(1), b"")  # until it is closed, when the loop has ended
-            number = next((n[0] for n in numbers if n[0] in (signal.SIGINT, signal.SIGTERM)), 0)
-        if not number or self.left.wait(grace_seconds):
-            return
-        with self.state_lock:
-            if self.left.is_set():
-                return
-            exits = True
-            try:
-                exits = save_before_exit(self.is_evaluating)
-            except Exception as e:
-                warn(f"no checkpoint could be written ({e}).")
-            finally:
-                if exits:
-                    sys.stdout.flush()
-                    sys.stderr.flush()
-                    os._exit(128 + number)
-
-
-@contextmanager
-def handle_stop_signals(
-    announce: bool = True,
-    save_before_exit: Callable[[bool], bool] | None = None,
-    grace_seconds: float = STOP_GRACE_SECONDS,
-) -> Iterator[StopRequest]:
-    """Let Ctrl-C or SIGTERM request a stop after the current step; a second Ctrl-C stops at once.
-
-    An `Interrupted` raised inside gets the signal's exit code, 128 + signal number. `save_before_exit` is called,
-    in another thread, for a step that takes longer than `grace_seconds`.
-    """
-    stop = StopRequest()
-
-    def request_stop(number: int, frame: object) -> None:
-        if stop.is_set() and number == signal.SIGINT:
-            raise KeyboardInterrupt
-        if not stop.is_set():
-            stop.signal_number = number
-            hint = " (Ctrl-C again stops at once, without saving)" if number == signal.SIGINT else ""
-            if announce:
-                say(f"stopping after this step{hint}")
-            stop.set()
-
-    with stop.state_lock:
-        if threading.current_thread() is not threading.main_thread():
-            yield stop
-            return
-        previous_handlers = {number: signal.signal(number, request_stop) for number in (signal.SIGINT, signal.SIGTERM)}
-        read_fd, write_fd = os.pipe()
-        os.set_blocking(write_fd, False)
-        previous_fd = signal.set_wakeup_fd(write_fd, warn_on_full_buffer=False)
-        if save_before_exit is not None:
-            threading.Thread(target=stop.watch, args=(read_fd, save_before_exit, grace_seconds), daemon=True).start()
-        try:
-            yield stop
-        except Interrupted as e:
-            e.code = 128 + (stop.signal_number or signal.SIGINT)
-            raise
-        finally:
-            stop.left.set()
-            signal.set_wakeup_fd(previous_fd)
-            os.close(write_fd)  # ends the thread, which closes the other end
-            if save_before_exit is None:
-                os.close(read_fd)
-            for number, handler in previous_handlers.items():
-                signal.signal(number, handler)
-
-
-class SpeedMark(NamedTuple):
-    timestamp: float
-    step: int
-    tokens: int
-
-
-class SpeedMeter:
-    """Speed of a run since it started or resumed, without the first steps, which compile."""
-
-    def __init__(self, step: int, tokens: int) -> None:
-        self.start = self.baseline = SpeedMark(time.monotonic(), step, tokens)
-
-    def end_warmup(self, step: int, tokens: int) -> None:
-        """Measure from here if `step` was the last warm-up step."""
-        if step == self.start.step + SPEED_WARMUP_STEPS:
-            self.baseline = SpeedMark(time.monotonic(), step, tokens)
-
-    @property
-    def is_warmed_up(self) -> bool:
-        return self.baseline is not self.start
-
-    def measure(self, step: int, tokens: int) -> tuple[float, float]:
-        """Return tokens per second and seconds per step. A run of only warm-up steps is measured from its start."""
-        since = self.baseline if step > self.baseline.step else self.start
-        seconds = max(time.monotonic() - since.timestamp, 1e-9)
-        return (tokens - since.tokens) / seconds, seconds / max(step - since.step, 1)
-
-
-def _progress_line(
+def progress_line(
     run: TrainingRun,
     record: StepRecord,
     loss: float,

@@ -18,9 +18,10 @@ from firth.models.kernels import cross_entropy
 from firth.models.presets import bert, gpt2
 from firth.objectives import Batch
 from firth.train import ComputeConfig, TrainingConfig, TrainingRun
-from firth.train.loop import build_step_runner, read_async, train_step
 from firth.train.optim import make_optimizer
 from firth.train.recipe import EngineConfig
+from firth.train.step import build_step_runner, train_step
+from firth.train.step_record import read_async
 
 DEVICE = "cuda"
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no CUDA device")]
