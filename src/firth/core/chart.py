@@ -297,9 +297,9 @@ def draw_band(start: float, stop: float, cross: float, title: str) -> Markup:
 # --- line charts ----------------------------------------------------------------------------------------------------
 
 
-def downsample(points: Sequence[Point], most: int = MAX_PLOT_POINTS) -> Sequence[Point]:
-    """Average neighbouring points so that at most `most` remain, which bounds the size of the page."""
-    size = math.ceil(len(points) / most)
+def downsample(points: Sequence[Point]) -> Sequence[Point]:
+    """Average neighbouring points so that at most `MAX_PLOT_POINTS` remain, which bounds the size of the page."""
+    size = math.ceil(len(points) / MAX_PLOT_POINTS)
     if size <= 1:
         return points
     groups = [points[i : i + size] for i in range(0, len(points), size)]
@@ -311,7 +311,6 @@ def line_chart(
     x: Axis,
     y: Axis,
     references: Sequence[Reference] = (),
-    x_references: Sequence[Reference] = (),
     height: int = PLOT_HEIGHT,
 ) -> Chart:
     """Draw lines and dots over two axes. A mark is the band around an x, with the numbers of all series there."""
@@ -319,16 +318,13 @@ def line_chart(
     drawn = [one._replace(colour=i if one.colour is None else one.colour) for i, one in enumerate(drawn)]
     points = [(p, e) for one in drawn for p, e in zip(one.points, one.errors or [None] * len(one.points), strict=True)]
     has_dots = any(one.line == "none" for one in drawn)
-    x_scale = Scale(x, [*(p[0] for p, _ in points), *(r.value for r in x_references)], is_padded=has_dots)
+    x_scale = Scale(x, [p[0] for p, _ in points], is_padded=has_dots)
     ends = [p[1] + sign * (error or 0.0) for p, error in points for sign in (1, -1)]
     y_scale = Scale(y, [*ends, *(r.value for r in references)], is_padded=True)
     parts = [*draw_y_axis(y_scale, height), *draw_x_axis(x_scale, height)]
     for reference in references:
         at = percent(1 - y_scale.share(reference.value))
         parts.append(element("line", {"class": "line ink dashed", "x2": "100%", "y1": at, "y2": at}))
-    for reference in x_references:
-        at = percent(x_scale.share(reference.value))
-        parts.append(element("line", {"class": "line ink dashed", "x1": at, "x2": at, "y2": "100%"}))
     for one in drawn:
         parts += draw_series(one, x_scale, y_scale)
     marked = [one for one in drawn if one.has_marks]
@@ -342,11 +338,7 @@ def line_chart(
         f"{y.name} by {x.name}",
         [
             *(LegendEntry(one.name, one.colour, legend_style(one)) for one in drawn if one.name and one.points),
-            *(
-                LegendEntry(f"{r.name}: {scale.text(r.value)}", None, "dashed")
-                for scale, some in ((y_scale, references), (x_scale, x_references))
-                for r in some
-            ),
+            *(LegendEntry(f"{r.name}: {y_scale.text(r.value)}", None, "dashed") for r in references),
         ],
         [x.name, *names],
         rows,
@@ -473,7 +465,6 @@ def row_chart(
     rows: Sequence[Row],
     x: Axis,
     references: Sequence[Reference] = (),
-    legend: Sequence[LegendEntry] = (),
     columns: tuple[str, str, str] = ("", "mean", "single values"),
 ) -> Chart:
     """Draw one row for each value: its name and its number above a bar (or a marker) with dots of single values.
@@ -508,7 +499,7 @@ def row_chart(
         join([*lines, *parts]),
         y,
         x.name,
-        [*legend, *(LegendEntry(f"{r.name}: {scale.text(r.value)}", None, "dashed") for r in references)],
+        [LegendEntry(f"{r.name}: {scale.text(r.value)}", None, "dashed") for r in references],
         columns,
         table,
         "rows",

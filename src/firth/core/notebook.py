@@ -146,7 +146,7 @@ def add_heat_table(
     page.add_fragment(PARTS, "heat_table", list(zip(rows, shades, strict=True)), list(columns), caption)
 
 
-def add_long_table(page: HtmlPage, columns: Sequence[str], rows: Sequence[Sequence[object]], caption: str = "") -> None:
+def add_long_table(page: HtmlPage, columns: Sequence[str], rows: Sequence[Sequence[object]]) -> None:
     """Add the first rows of a table, and how many there are in all."""
     more = f"The first {MAX_HTML_ROWS} of {len(rows):,}." if len(rows) > MAX_HTML_ROWS else ""
-    page.add_table(columns, rows[:MAX_HTML_ROWS], " ".join(filter(None, [caption, more])))
+    page.add_table(columns, rows[:MAX_HTML_ROWS], more)

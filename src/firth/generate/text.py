@@ -42,7 +42,6 @@ def generate_results(
     model: Model,
     prompts: Sequence[Prompt],
     generation_config: GenerationConfig | None = None,
-    use_cache: bool = True,
     first_prompt: int = 0,
     on_finished: Callable[[int], None] | None = None,
     draft: Model | None = None,
@@ -58,7 +57,14 @@ def generate_results(
     """
     generation_config = make_generation_config(generation_config, options)
     prompt_texts, sequences = generate_prompt_texts(
-        model, prompts, generation_config, use_cache, True, first_prompt, on_finished, draft
+        model,
+        prompts,
+        generation_config,
+        True,
+        logprobs=True,
+        first_prompt=first_prompt,
+        on_finished=on_finished,
+        draft=draft,
     )
     return [
         {
