@@ -19,8 +19,8 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Mapping
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -31,6 +31,7 @@ from firth.core.console import StatusLine, format_passes, format_time_left, say,
 from firth.core.errors import Interrupted, UserError
 from firth.core.serialization import to_dict
 from firth.models import Model
+from firth.objectives import Batch
 from firth.train.checkpoint import (
     TrainState,
     collect_payload,
@@ -58,7 +59,7 @@ from firth.train.samples import SAMPLES_FILE, CheckpointSamples, NoSamples
 from firth.train.speed import SpeedMeter
 from firth.train.step import RecurrentStateDict, TrainingRun, build_step_runner, compile_ahead, train_step
 from firth.train.step_record import StepRecord, defers_loss_reads, read_async
-from firth.train.stop_signals import PEER_GRACE_SECONDS, STOP_GRACE_SECONDS, handle_stop_signals
+from firth.train.stop_signals import PEER_GRACE_SECONDS, STOP_GRACE_SECONDS, StopRequest, handle_stop_signals
 from firth.train.timings import TIMINGS_FILE, StepTimings
 from firth.train.weight_average import make_weight_average
 from firth.train.writer import CheckpointWriter
@@ -92,211 +93,274 @@ def fit(run: TrainingRun, resume: bool = False) -> FitResult:
     With `score_fn` the model ends with the weights of its best evaluation, with `ema_decay` or `tail_average` with
     averaged ones.
     """
-    training, model, dist_context = run.training, run.model, run.compute.dist_context
-    checkpoint = find_resume_checkpoint(run) if resume else None
-    if checkpoint is not None:
-        load_model_weights(checkpoint, model)
-    else:
-        dist_context.broadcast_weights(model)
-    writer, guard = make_checkpoint_writer(run), Guard(training, run.compute)
-    writer.on_saved = run.on_checkpoint if dist_context.is_main_process else None
-    dist_context.prepare_model(model, training, run.compute)
-    optimizer = make_optimizer(model, training, run.freeze_schedule)
-    state, recurrent_state = TrainState(), RecurrentStateDict()
-    average = make_weight_average(trainable_state(model), training) if training.averages_weights else None
-    if checkpoint is not None:
-        state, writer.last_saved = load_optimizer(checkpoint, model, optimizer), checkpoint.name
-        recurrent_state = dist_context.select_local_rows(load_recurrent_state(checkpoint, run.compute.device))
-        run.halvings = state.halvings
-        guard.load_state_dict(load_guard_state(checkpoint, run.compute.device))
-        if average and state.num_averaged:
-            average.load_state(load_average(checkpoint), state.num_averaged)
+    loop = TrainingLoop(run, find_resume_checkpoint(run) if resume else None)
+    with loop.open_files():
+        for step, micro_batches, counts, data_hash in loop.prefetch():
+            loop.train(step, micro_batches, counts, data_hash)
+
+            # every few steps: log, evaluate, save
+            loop.record(step, counts)
+            loop.log_pending(keep=1 if defers_loss_reads(run.compute) else 0)
+            loop.timings.end_step(loop.state.step, counts["tokens"])
+            loop.writer.poll()
+            if run.evaluate and (loop.state.step % run.training.eval_steps == 0 or loop.is_last):
+                loop.evaluate(run.evaluate)
+            for every, hook in run.hooks:
+                if loop.state.step % every == 0:
+                    hook(loop.state.step, run.model)
+            loop.save_or_stop()
+            if loop.is_last:  # early stopping may end the run before `max_steps`
+                loop.log_pending()
+                break
+    return loop.finish()
+
+
+class TrainingLoop:
+    """A run between two steps: all that a checkpoint saves, and the files that are open."""
+
+    log: RunLog | NullLog
+    stop: StopRequest
+    timings: StepTimings
+    samples: CheckpointSamples | NoSamples
+
+    def __init__(self, run: TrainingRun, checkpoint: Path | None) -> None:
+        """Load the checkpoint, or begin anew."""
+        self.run, model, self.dist_context = run, run.model, run.compute.dist_context
+        if checkpoint is not None:
+            load_model_weights(checkpoint, model)
+        else:
+            self.dist_context.broadcast_weights(model)
+        self.writer, self.guard = make_checkpoint_writer(run), Guard(run.training, run.compute)
+        self.writer.on_saved = run.on_checkpoint if self.dist_context.is_main_process else None
+        self.dist_context.prepare_model(model, run.training, run.compute)
+        self.optimizer = make_optimizer(model, run.training, run.freeze_schedule)
+        self.state, self.recurrent_state = TrainState(), RecurrentStateDict()
+        self.average = make_weight_average(trainable_state(model), run.training)
+        if checkpoint is not None:
+            self.load_checkpoint(checkpoint)
+        self.runner = run.runner or build_step_runner(run)
+        self.line, self.speed = StatusLine(), SpeedMeter(self.state.step, self.state.tokens)
+        self.loss, self.metrics, self.scores = math.nan, dict[str, float](), dict[str, float]()
+        self.pending: list[StepRecord] = []  # steps whose loss is not read yet
+        self.is_last = False  # whether this step ends the run
+
+    def load_checkpoint(self, checkpoint: Path) -> None:
+        """Load what a checkpoint has beside the weights."""
+        run, dist_context = self.run, self.dist_context
+        self.state = load_optimizer(checkpoint, run.model, self.optimizer)
+        self.writer.last_saved = checkpoint.name
+        self.recurrent_state = dist_context.select_local_rows(load_recurrent_state(checkpoint, run.compute.device))
+        run.halvings = self.state.halvings
+        self.guard.load_state_dict(load_guard_state(checkpoint, run.compute.device))
+        if self.average and self.state.num_averaged:
+            self.average.load_state(load_average(checkpoint), self.state.num_averaged)
         say(f"resuming from {checkpoint}")
         if dist_context.is_main_process and run.folder and checkpoint == list_checkpoints(run.folder)[0]:
-            prune_checkpoints(run.folder, state, training.save_total_limit)  # a kill came before it
-    runner = run.runner or build_step_runner(run)
-    line, scores, speed = StatusLine(), {}, SpeedMeter(state.step, state.tokens)
-    loss, metrics = math.nan, dict[str, float]()
-    pending: list[StepRecord] = []
+            prune_checkpoints(run.folder, self.state, run.training.save_total_limit)  # a kill came before it
 
-    def log_pending(keep: int = 0) -> None:
+    @contextmanager
+    def open_files(self) -> Iterator[None]:
+        """Open the files of a run, and let signals stop it, inside a `with` block."""
+        run, step, dist_context = self.run, self.state.step, self.dist_context
+        grace = STOP_GRACE_SECONDS + (0.0 if dist_context.is_main_process else PEER_GRACE_SECONDS)
+        with (
+            make_log(run, step) as self.log,
+            handle_stop_signals(dist_context.world_size == 1, self.save_before_exit, grace) as self.stop,
+            make_timings(run, step) as self.timings,
+            make_samples(run, step) as self.samples,
+            self.writer,
+        ):
+            run.computing = self.stop.computing
+            if run.doctor is not None:
+                run.doctor.timings = self.timings.totals
+                if step and run.folder:
+                    run.doctor.lines = [*read_log(run.folder / "log.jsonl")]
+                if run.doctor.file is not None:  # of steps that a resumed run repeats, perhaps
+                    run.doctor.file.unlink(missing_ok=True)
+            yield
+        self.line.close()
+
+    def prefetch(self) -> Iterator[tuple[int, Sequence[Batch], dict[str, int], int]]:
+        """Yield the batches of each step that is left."""
+        return prefetch_batches(
+            self.run.batch_fn,
+            self.state.step,
+            lambda: final_step(self.run, self.state),
+            self.state.data_hash,
+            self.dist_context,
+            partial(self.timings.waiting, self.stop.computing),
+        )
+
+    def train(self, step: int, micro_batches: Sequence[Batch], counts: dict[str, int], data_hash: int) -> None:
+        """Take one training step."""
+        run, state, optimizer = self.run, self.state, self.optimizer
+        add_unfrozen_groups(optimizer, run.model, run.training, run.freeze_schedule, step)
+        if run.deferred_init is not None:
+            compile_ahead(run, self.runner, optimizer, micro_batches, step)
+            run.deferred_init()
+            run.deferred_init = None
+            if self.average:
+                self.average.load_state(trainable_state(run.model))
+        lr = learning_rate_at(step, run.training)
+        train_step(run, self.runner, optimizer, micro_batches, step, lr, self.recurrent_state, self.guard, counts)
+        state.step, state.tokens, state.data_hash = step + 1, state.tokens + counts["tokens"], data_hash
+        self.is_last = state.step == run.training.max_steps
+        if self.average:
+            self.average.update(step, run.training, self.guard.last_skipped)
+
+    def record(self, step: int, counts: Mapping[str, int]) -> None:
+        """Note what the log needs of a step; the copy of its loss to the host is started."""
+        run, state = self.run, self.state
+        weights = measure_weights(self.optimizer) if state.step % WEIGHT_RMS_STEPS == 0 or self.is_last else {}
+        names = self.runner.metric_names
+        values = [self.guard.last_outcome, *([self.runner.metrics] if names else []), *weights.values()]
+        self.pending.append(
+            StepRecord(
+                state.step,
+                state.tokens,
+                counts["targets"],
+                learning_rate_at(step, run.training),
+                state.data_hash,
+                read_async(torch.cat(values) if len(values) > 1 else values[0]),
+                names,
+                list(weights),
+                is_logged=state.step % run.training.logging_steps == 0 or self.is_last,
+                text_progress=run.text_progress(state.step) if run.text_progress else None,
+                mask_rate=run.mask_rate(step) if run.mask_rate else None,
+            )
+        )
+
+    def log_pending(self, keep: int = 0) -> None:
         """Log the pending steps except the newest `keep`, whose losses the device may still be computing."""
-        nonlocal loss, metrics
-        while len(pending) > keep:
-            record = pending.pop(0)
-            outcome, new_metrics, weights = record.read()
+        run, state = self.run, self.state
+        while len(self.pending) > keep:
+            record = self.pending.pop(0)
+            outcome, metrics, weights = record.read()
             if not outcome.was_skipped:
-                loss, metrics = outcome.loss, new_metrics
+                self.loss, self.metrics = outcome.loss, metrics
             state.bad_steps = state.bad_steps + 1 if outcome.was_skipped and not outcome.is_fp16_overflow else 0
             if record.is_logged or outcome.was_skipped:
-                entry = record.log_entry(outcome, new_metrics, weights)
-                log.write(**entry)
-                line.show(progress_line(run, record, loss, metrics, speed, writer.last_saved))
+                entry = record.log_entry(outcome, metrics, weights)
+                self.log.write(**entry)
+                self.line.show(progress_line(run, record, self.loss, self.metrics, self.speed, self.writer.last_saved))
                 if run.doctor is not None:
                     run.doctor.observe(entry)
-            speed.end_warmup(record.step, record.tokens)
+            self.speed.end_warmup(record.step, record.tokens)
             if state.bad_steps:
                 warn(f"step {record.step} is skipped: {outcome.skip_reason}")
-            if state.bad_steps >= training.max_bad_steps:
-                writer.wait()
+            if state.bad_steps >= run.training.max_bad_steps:
+                self.writer.wait()
+                last_saved = self.writer.last_saved
                 message = diagnose_divergence(
-                    run, runner, record.step, state.bad_steps, outcome, recurrent_state, writer.last_saved
+                    run, self.runner, record.step, state.bad_steps, outcome, self.recurrent_state, last_saved
                 )
-                raise Diverged(dist_context.broadcast(message), record.step)
+                raise Diverged(self.dist_context.broadcast(message), record.step)
 
-    def save(own: DistContext = dist_context) -> None:
+    def evaluate(self, evaluate: Callable[[Model], dict[str, float]]) -> None:
+        """Evaluate the model, or its averaged weights; early stopping may make this step the last."""
+        run, state = self.run, self.state
+        self.log_pending()
+        with self.average.average_parameters() if self.average else nullcontext():
+            with self.stop.computing(is_evaluating=True):
+                scores = evaluate(run.model)
+            self.scores = self.dist_context.broadcast(scores)
+            update_best(run, state, self.scores, run.model)
+        self.log.write(step=state.step, **self.scores)
+        if run.doctor is not None:
+            run.doctor.observe({"step": state.step, **self.scores})
+        self.is_last = self.is_last or state.step == final_step(run, state)
+        run.model.train()
+
+    def save_or_stop(self) -> None:
+        """Save a checkpoint where it is time, stop where a signal asks for it, and plan a run with `minutes` again."""
+        run, state, training, dist_context = self.run, self.state, self.run.training, self.dist_context
+        # One process may have received a signal that the others have not: the maximum stops all after this step.
+        signal_number = dist_context.all_reduce_max(self.stop.signal_number)
+        new_max_steps = None if self.is_last or signal_number else propose_steps(run, state.step)
+        saves_last, saves = run.save_last or self.best_is_earlier, state.step % training.save_steps == 0
+        if signal_number or new_max_steps or (saves_last if self.is_last else saves):
+            self.save()
+            if not signal_number:
+                with self.stop.computing():
+                    self.samples.write(state.step, run.model)
+        if signal_number:
+            self.stop.signal_number = signal_number
+            self.line.close()
+            self.writer.wait()
+            saved = self.writer.last_saved
+            note = "" if saved == f"checkpoint-{state.step}" else f", last checkpoint: {saved or 'none'}"
+            raise Interrupted(dist_context.broadcast(f"stopped at step {state.step} of {training.max_steps}{note}"))
+        if new_max_steps and run.replan is not None:
+            self.writer.wait()  # the checkpoint comes before the plan: a resumed run repeats no step with another plan
+            run.training = run.replan.adopt(state.step, training, new_max_steps)
+            self.writer.recipe = to_dict(run.training)
+            if run.doctor is not None:
+                run.doctor.training = run.training
+
+    @property
+    def best_is_earlier(self) -> bool:
+        """Whether an earlier evaluation was better than that of this step."""
+        return self.state.best_step not in (0, self.state.step)
+
+    def save(self, own: DistContext | None = None) -> None:
         """Save a checkpoint. With `own=SINGLE_PROCESS` no other process takes part."""
-        log_pending()
-        state.halvings, state.num_averaged = run.halvings, average.count if average else 0
-        if run.folder and own.broadcast(log.flush()):  # a checkpoint is never ahead of the log
-            rows = own.gather_rows(recurrent_state)
+        own, state, average = own or self.dist_context, self.state, self.average
+        self.log_pending()
+        state.halvings, state.num_averaged = self.run.halvings, average.count if average else 0
+        if self.run.folder and own.broadcast(self.log.flush()):  # a checkpoint is never ahead of the log
+            rows = own.gather_rows(self.recurrent_state)
             averages = average.averages if average and average.count else {}
-            writer.save(
-                collect_payload(model, optimizer, rows, averages, guard.state_dict()), state, before_write=log.fsync
-            )
+            payload = collect_payload(self.run.model, self.optimizer, rows, averages, self.guard.state_dict())
+            self.writer.save(payload, state, before_write=self.log.fsync)
 
-    def save_before_exit(is_evaluating: bool) -> bool:
+    def save_before_exit(self, is_evaluating: bool) -> bool:
         """Save during a long step, from another thread, while weights and optimizer do not change; whether to exit now.
 
         A checkpoint before an unfinished evaluation would lose it, so none is written then. Other processes cannot take
         part: they compute, or wait in a collective. Rank 0 saves alone with DDP, unless the ranks carry state of their
         rows. Where a save needs all ranks, the run stops after the step, if there are steps to save.
         """
-        saves_alone = dist_context.world_size == 1 or not (dist_context.is_sharded or recurrent_state)
-        if state.step and not saves_alone:
+        step, dist_context = self.state.step, self.dist_context
+        saves_alone = dist_context.world_size == 1 or not (dist_context.is_sharded or self.recurrent_state)
+        if step and not saves_alone:
             return False
-        line.close()
-        if state.step and not is_evaluating and dist_context.is_main_process:
+        self.line.close()
+        if step and not is_evaluating and dist_context.is_main_process:
             with torch.no_grad():
-                save(SINGLE_PROCESS)
+                self.save(SINGLE_PROCESS)
         if saves_alone:
-            writer.wait()
+            self.writer.wait()
         say(
-            f"stopped during step {state.step + 1} of {training.max_steps}, last checkpoint: "
-            f"{writer.last_saved or 'none'}; resume with the same command and --resume."
+            f"stopped during step {step + 1} of {self.run.training.max_steps}, last checkpoint: "
+            f"{self.writer.last_saved or 'none'}; resume with the same command and --resume."
         )
         return True
 
-    grace = STOP_GRACE_SECONDS + (0.0 if dist_context.is_main_process else PEER_GRACE_SECONDS)
-    with (
-        make_log(run, state.step) as log,
-        handle_stop_signals(dist_context.world_size == 1, save_before_exit, grace) as stop,
-        make_timings(run, state.step) as timings,
-        make_samples(run, state.step) as samples,
-        writer,
-    ):
-        run.computing = stop.computing
-        if run.doctor is not None:
-            run.doctor.timings = timings.totals
-            if state.step and run.folder:
-                run.doctor.lines = [*read_log(run.folder / "log.jsonl")]
-            if run.doctor.file is not None:  # of steps that a resumed run repeats, perhaps
-                run.doctor.file.unlink(missing_ok=True)
-        for step, micro_batches, counts, data in prefetch_batches(
-            run.batch_fn,
-            state.step,
-            lambda: final_step(run, state),
-            state.data_hash,
-            dist_context,
-            partial(timings.waiting, stop.computing),
-        ):
-            # one training step
-            lr = learning_rate_at(step, training)
-            add_unfrozen_groups(optimizer, model, training, run.freeze_schedule, step)
-            if run.deferred_init is not None:
-                compile_ahead(run, runner, optimizer, micro_batches, step)
-                run.deferred_init()
-                run.deferred_init = None
-                if average:
-                    average.load_state(trainable_state(model))
-            train_step(run, runner, optimizer, micro_batches, step, lr, recurrent_state, guard, counts)
-            state.step, state.tokens, state.data_hash = step + 1, state.tokens + counts["tokens"], data
-            if average:
-                average.update(step, training, guard.last_skipped)
-
-            # every few steps: log, evaluate, save
-            last = state.step == training.max_steps
-            logs = state.step % training.logging_steps == 0 or last
-            saves = state.step % training.save_steps == 0
-            weights = measure_weights(optimizer) if state.step % WEIGHT_RMS_STEPS == 0 or last else {}
-            values = [guard.last_outcome, *([runner.metrics] if runner.metric_names else []), *weights.values()]
-            text = run.text_progress(state.step) if run.text_progress else None
-            mask_rate = run.mask_rate(step) if run.mask_rate else None
-            record = StepRecord(
-                state.step,
-                state.tokens,
-                counts["targets"],
-                lr,
-                data,
-                read_async(torch.cat(values) if len(values) > 1 else values[0]),
-                runner.metric_names,
-                list(weights),
-                logs,
-                text,
-                mask_rate,
-            )
-            pending.append(record)
-            log_pending(keep=1 if defers_loss_reads(run.compute) else 0)
-            timings.end_step(state.step, counts["tokens"])
-            writer.poll()
-            if run.evaluate and (state.step % training.eval_steps == 0 or last):
-                log_pending()
-                with average.average_parameters() if average else nullcontext():
-                    with stop.computing(is_evaluating=True):
-                        scores = run.evaluate(model)
-                    scores = dist_context.broadcast(scores)
-                    update_best(run, state, scores, model)
-                log.write(step=state.step, **scores)
-                if run.doctor is not None:
-                    run.doctor.observe({"step": state.step, **scores})
-                last = last or state.step == final_step(run, state)
-                model.train()
-            for every, hook in run.hooks:
-                if state.step % every == 0:
-                    hook(state.step, model)
-            # One process may have received a signal that the others have not: the maximum stops all after this step.
-            signal_number = dist_context.all_reduce_max(stop.signal_number)
-            best_is_earlier = state.best_step not in (0, state.step)
-            new_max_steps = None if last or signal_number else propose_steps(run, state.step)
-            if signal_number or new_max_steps or (run.save_last or best_is_earlier if last else saves):
-                save()
-                if not signal_number:
-                    with stop.computing():
-                        samples.write(state.step, model)
-            if signal_number:
-                stop.signal_number = signal_number
-                line.close()
-                writer.wait()
-                saved = writer.last_saved
-                note = "" if saved == f"checkpoint-{state.step}" else f", last checkpoint: {saved or 'none'}"
-                raise Interrupted(dist_context.broadcast(f"stopped at step {state.step} of {training.max_steps}{note}"))
-            if new_max_steps and run.replan is not None:
-                writer.wait()  # the checkpoint comes before the plan: a resumed run repeats no step with another plan
-                run.training = training = run.replan.adopt(state.step, training, new_max_steps)
-                writer.recipe = to_dict(training)
-                if run.doctor is not None:
-                    run.doctor.training = training
-            if last:  # early stopping may end the run before `max_steps`
-                log_pending()
-                break
-    line.close()
-    if average:
-        average.apply()
-    seconds, was_finished = time.monotonic() - speed.start.timestamp, speed.start.step == final_step(run, state)
-    tokens_per_second, _ = speed.measure(state.step, state.tokens)
-    best_is_earlier = state.best_step not in (0, state.step)
-    if best_is_earlier:
-        assert run.folder is not None
-        if load_best(run.folder, model, state.best_step):
-            say(f"loaded the weights of step {state.best_step:,}, which had the best evaluation")
-        else:
-            state.best_step = state.step
-    if was_finished and run.folder:  # resumed after the last step: no step ran, so the loss comes from the log
-        loss, metrics = read_last_losses(run.folder / "log.jsonl")
-    if run.evaluate and (best_is_earlier or was_finished):
-        scores = dist_context.broadcast(run.evaluate(model))
-    best_step = state.best_step or state.step
-    return FitResult(state.step, state.tokens, loss, metrics, scores, tokens_per_second, seconds, best_step)
+    def finish(self) -> FitResult:
+        """Give the model its averaged or best weights, and return the results."""
+        run, state, model = self.run, self.state, self.run.model
+        if self.average:
+            self.average.apply()
+        seconds, was_finished = (
+            time.monotonic() - self.speed.start.timestamp,
+            self.speed.start.step == final_step(run, state),
+        )
+        tokens_per_second, _ = self.speed.measure(state.step, state.tokens)
+        needs_scores = self.best_is_earlier or was_finished
+        if self.best_is_earlier:
+            assert run.folder is not None
+            if load_best(run.folder, model, state.best_step):
+                say(f"loaded the weights of step {state.best_step:,}, which had the best evaluation")
+            else:
+                state.best_step = state.step
+        if was_finished and run.folder:  # resumed after the last step: no step ran, so the loss comes from the log
+            self.loss, self.metrics = read_last_losses(run.folder / "log.jsonl")
+        if run.evaluate and needs_scores:
+            self.scores = self.dist_context.broadcast(run.evaluate(model))
+        best_step = state.best_step or state.step
+        return FitResult(
+            state.step, state.tokens, self.loss, self.metrics, self.scores, tokens_per_second, seconds, best_step
+        )
 
 
 def find_resume_checkpoint(run: TrainingRun) -> Path | None:
