@@ -73,6 +73,19 @@ def test_shards_hold_what_the_tokenizer_gives(tokenizer: Tokenizer, tmp_path: Pa
     assert facts["unigram_entropy"] == pytest.approx(-(p * np.log(p)).sum())
 
 
+def test_a_sample_has_documents_from_all_over_the_text(tokenizer: Tokenizer, tmp_path: Path) -> None:
+    prepare(documents(TEXTS), tokenizer, tmp_path / "s", held_out_share=0.0)
+    train = open_shards(tmp_path / "s").train
+    np.testing.assert_array_equal(train.sample_documents(train.num_tokens), np.arange(60))
+    sample = train.sample_documents(train.num_tokens // 3)
+    assert 10 < len(sample) < 30
+    assert (np.diff(sample) > 0).all()
+    assert sum(len(train.document_tokens(d)) for d in sample) <= train.num_tokens // 3
+    assert (sample < 20).any() and (sample >= 40).any()  # noqa: PT018, the first and the last third
+    assert train.document_tokens(7).tolist() == tokenizer.encode(TEXTS[7])
+    assert len(train.sample_documents(1)) == 1
+
+
 def test_words_and_sentences(tokenizer: Tokenizer, tmp_path: Path) -> None:
     prepare(documents(TEXTS), tokenizer, tmp_path / "s", held_out_share=0)
     train = open_shards(tmp_path / "s").train

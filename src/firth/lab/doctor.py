@@ -37,7 +37,6 @@ from firth.tasks.recipe import FinetuneRecipe
 from firth.text import Example
 from firth.tokens import MixedShards, PackedDataset, Shards, ShardSet, load_tokenizer
 from firth.tokens.checkup import make_excerpt
-from firth.tokens.permutation import permute_indices
 from firth.train import Recipe, load_recipe, read_log
 from firth.train.dataloader import (
     make_batch_rng,
@@ -290,10 +289,7 @@ def concat_sampled_documents(shards: Shards, vocab: Any, num_tokens: int) -> tup
     The held-out loss that they are compared with is that of a sample of all rows, too.
     """
     first, end = boundary_tokens(vocab)
-    order_D = permute_indices(np.arange(shards.num_documents), shards.num_documents, 0)
-    total_D = np.cumsum(np.diff(shards.offsets)[order_D])
-    chosen = np.sort(order_D[: max(int(np.searchsorted(total_D, num_tokens, side="right")), 1)])
-    parts = [np.asarray(shards.tokens[shards.offsets[d] : shards.offsets[d + 1]])[:num_tokens] for d in chosen]
+    parts = [shards.document_tokens(d)[:num_tokens] for d in shards.sample_documents(num_tokens).tolist()]
     ids = np.concatenate([np.concatenate([[first], part, [end]]) for part in parts]).astype(np.int64)
     starts = np.zeros(len(ids), bool)
     starts[np.cumsum([0, *(len(part) + 2 for part in parts[:-1])])] = True

@@ -26,7 +26,7 @@ from firth.tokens.shards import Shards
 from firth.tokens.token_bytes import token_bytes
 from firth.train.findings import Evidence, Rule
 
-MAX_COUNTED_TOKENS = 10_000_000  # of a part, from its beginning, whose frequencies are counted
+MAX_COUNTED_TOKENS = 10_000_000  # of a part, from documents all over it, whose frequencies are counted
 MAX_SEARCHED_TOKENS = 1_000_000  # in which repeated lines and special tokens are searched
 SMOOTHING = 0.5  # added to each count before two distributions are compared
 NUM_RANDOM_PARTS = 12  # random parts of the training text that the held-out part is compared with
@@ -72,8 +72,14 @@ class TextFacts:
 
 
 def count_tokens(tokens: np.ndarray, vocab_size: int) -> np.ndarray:
-    """Return how often each id occurs in the first `MAX_COUNTED_TOKENS` tokens."""
-    return np.bincount(np.asarray(tokens[:MAX_COUNTED_TOKENS], np.int64), minlength=vocab_size)
+    """Return how often each id occurs."""
+    return np.bincount(np.asarray(tokens, np.int64), minlength=vocab_size)
+
+
+def gather_documents(shards: Shards, documents: np.ndarray) -> np.ndarray:
+    """Return the tokens of these documents, one after the other."""
+    parts = (shards.document_tokens(d)[:MAX_COUNTED_TOKENS] for d in documents.tolist())
+    return np.concatenate([shards.tokens[:0], *parts])
 
 
 def collect_text_facts(
@@ -83,19 +89,23 @@ def collect_text_facts(
     size = tokenizer.vocab.size
     tokens = np.asarray(train.tokens[:MAX_SEARCHED_TOKENS])
     bounds = first_line_bounds(train, len(tokens))
-    held_out_counts = None if held_out is None else count_tokens(held_out.tokens, size)
-    counts = count_tokens(train.tokens, size)
-    offsets = np.asarray(train.offsets[: max(int(np.searchsorted(train.offsets, MAX_COUNTED_TOKENS, side="right")), 2)])
+    sample_D = train.sample_documents(MAX_COUNTED_TOKENS)
+    counts = count_tokens(gather_documents(train, sample_D), size)
+    held_out_counts: np.ndarray | None = None
+    if held_out is not None:
+        sampled = gather_documents(held_out, held_out.sample_documents(MAX_COUNTED_TOKENS))
+        held_out_counts = count_tokens(sampled, size)
 
     def read(documents: np.ndarray) -> np.ndarray:
-        parts = [train.tokens[offsets[d] : offsets[d + 1]] for d in documents.tolist()]
-        return np.concatenate(parts or [train.tokens[:0]])
+        return gather_documents(train, sample_D[documents])
 
     return TextFacts(
         tokenizer,
         counts,
         held_out_counts,
-        random_divergences(np.diff(offsets), read, counts, 0 if held_out is None else held_out.num_tokens),
+        random_divergences(
+            np.diff(train.offsets)[sample_D], read, counts, 0 if held_out is None else held_out.num_tokens
+        ),
         find_repeated_lines(tokens, bounds, counts, tokenizer.vocab.unk),
         count_special_lookalikes(tokenizer, tokens),
         is_pretrained,

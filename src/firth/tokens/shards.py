@@ -51,6 +51,7 @@ from firth.core.files import (
     write_json,
     write_npy,
 )
+from firth.tokens.permutation import permute_indices
 from firth.tokens.shard_writer import SHARD_PARTS
 from firth.tokens.tokenizer import Tokenizer, load_tokenizer
 
@@ -150,6 +151,21 @@ class Shards:
         blocks = [self.sentence_ends(start, min(start + SENTENCE_BLOCK_TOKENS, self.num_tokens)) for start in starts]
         ends = [start + 1 + np.flatnonzero(block) for start, block in zip(starts, blocks, strict=True)]
         return np.union1d(np.concatenate(ends), self.offsets)
+
+    def sample_documents(self, max_tokens: int) -> np.ndarray:
+        """Return documents in the order of the text: all of them, or a random sample of about `max_tokens` tokens.
+
+        The first documents of a text would be those of its first file.
+        """
+        if self.num_tokens <= max_tokens:
+            return np.arange(self.num_documents)
+        order_D = permute_indices(np.arange(self.num_documents), self.num_documents, 0)
+        total_D = np.cumsum(np.diff(self.offsets)[order_D])
+        return np.sort(order_D[: max(int(np.searchsorted(total_D, max_tokens, side="right")), 1)])
+
+    def document_tokens(self, document: int) -> np.ndarray:
+        """Return the tokens of a document."""
+        return self.tokens[self.offsets[document] : self.offsets[document + 1]]
 
     def require_bits(self, token_bits: Collection[str]) -> None:
         """Raise an error if a bit is missing or meaningless in these shards."""
