@@ -117,7 +117,8 @@ class Word2VecTrainer:
     def held_out_loss(self, shards: Shards) -> float | None:
         """Return the mean loss on held-out text: training with learning rate 0."""
         parts = []
-        for number in range(min(MAX_EVAL_CHUNKS, count_chunks(shards))):
+        num_chunks = count_chunks(shards)
+        for number in np.sort(permute_indices(np.arange(min(MAX_EVAL_CHUNKS, num_chunks)), num_chunks, 0)).tolist():
             words_W, doc_W = read_chunk(shards, self.word_vocab.word_ids, number)
             parts.append(self.train_words(words_W[words_W >= 0], doc_W[words_W >= 0], 0.0, number))
         total, predictions = sum_losses(parts)

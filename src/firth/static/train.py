@@ -11,7 +11,6 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from functools import partial
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -62,6 +61,7 @@ from firth.train.speed import SpeedMeter
 from firth.train.stop_signals import handle_stop_signals
 
 MAX_TIMING_SECONDS = 4.0  # longest timing of steps for `minutes`
+MAX_SCORED_TOKENS = 1_000_000  # of each part, for the loss of an n-gram model
 DIVERGENCE_FACTOR = 3.0  # a loss above this multiple of that of untrained vectors is reported as divergence
 RATE_NAMES: dict[type[WordVectorRecipe], str] = {Word2VecRecipe: "alpha", GloVeRecipe: "eta"}  # learning rates
 VECTOR_STATE_FILE = "state.safetensors"
@@ -310,13 +310,10 @@ def concat_documents(shards: Shards, vocab: Vocabulary) -> tuple[np.ndarray, np.
 
 
 def ngram_mean_loss(model: NgramModel, shards: Shards, vocab: Vocabulary) -> float:
-    """Return nats per token, end tokens included, over about a million tokens at most."""
-    ids_T, starts_T = concat_documents(shards, vocab)
-    edges = [*np.flatnonzero(starts_T).tolist(), len(ids_T)]
+    """Return nats per token, end tokens included, in a sample of a large text."""
+    first, end = boundary_tokens(vocab)
     total, num = 0.0, 0
-    for a, b in pairwise(edges):
-        total -= float(model.log_probs(ids_T[a:b]).sum())
-        num += b - a - 1
-        if num > 1_000_000:
-            break
+    for document in shards.sample_documents(MAX_SCORED_TOKENS).tolist():
+        logp = model.log_probs(np.array([first, *shards.document_tokens(document).tolist(), end]))
+        total, num = total - float(logp.sum()), num + len(logp)
     return total / num
