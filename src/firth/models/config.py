@@ -991,7 +991,8 @@ def without_dropout(config: ModelConfig) -> ModelConfig:
     if mlp.dropout is not None:
         mlp = replace(mlp, dropout=0.0)
     if isinstance(recurrent, AWDLSTMConfig):
-        recurrent = replace(recurrent, **{f.name: 0.0 for f in fields(recurrent) if f.name.endswith("_drop")})
+        rates: dict[str, Any] = {f.name: 0.0 for f in fields(recurrent) if f.name.endswith("_drop")}
+        recurrent = replace(recurrent, **rates)
     return replace(config, dropout=0.0, attention_dropout=0.0, layer_drop=0.0, mlp=mlp, recurrent=recurrent)
 
 
