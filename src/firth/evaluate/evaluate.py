@@ -115,22 +115,9 @@ def evaluate(
         notes = RowNotes(str(data))
         examples = read_labelled(data, task, columns, "dev", encoding, require_labels=False, notes=notes)
         check_all_or_no_labels(data, examples)
-        if "train" in settings and not is_finetuned_for(task, facts, settings):
+        if "train" in settings:
             settings["train"] = read_labelled(settings["train"], task, columns, "train", encoding)
-        if "shots" in settings:
-            outcome = evaluate_in_context(checkpoint, task, examples, **settings)
-        elif is_finetuned_for(task, facts, settings):
-            try:
-                if "train" in settings:
-                    settings["train"] = read_labelled(settings["train"], task, columns, "train", encoding)
-                decision = {name: settings[name] for name in ("train", "threshold") if name in settings}
-                outcome = evaluate_finetuned(checkpoint, task, facts, examples, batch_size, **decision)
-                if "ensemble" in settings:
-                    outcome = ensemble_predictions(outcome, task, settings["ensemble"], examples, batch_size)
-            except UserError as e:
-                raise UserError(f"{data}: {e}") from None
-        else:
-            outcome = evaluate_zero_shot(checkpoint, task, examples, settings)
+        outcome = evaluate_examples(checkpoint, task, facts, data, examples, settings, batch_size)
         if records := notes.to_records():
             outcome = outcome._replace(details={**outcome.details, "notes": records})
     for notice in outcome.notices:
@@ -138,6 +125,30 @@ def evaluate(
     if not outcome.metrics:
         say("The file has no labels: there are predictions, but no scores.")
     return save_evaluation(folder, checkpoint, task, data, examples, outcome, numbered and not overwrite)
+
+
+def evaluate_examples(
+    checkpoint: Path,
+    task: str,
+    task_metadata: Mapping[str, Any],
+    data: str | Path,
+    examples: Sequence[Example],
+    settings: Mapping[str, Any],
+    batch_size: int,
+) -> Evaluation:
+    """Score the examples of a file: labels in context, the checkpoint's own task, or a task without fine-tuning."""
+    if "shots" in settings:
+        return evaluate_in_context(checkpoint, task, examples, **settings)
+    if not is_finetuned_for(task, task_metadata, settings):
+        return evaluate_zero_shot(checkpoint, task, examples, settings)
+    try:
+        decision = {name: settings[name] for name in ("train", "threshold") if name in settings}
+        outcome = evaluate_finetuned(checkpoint, task, task_metadata, examples, batch_size, **decision)
+        if "ensemble" in settings:
+            outcome = ensemble_predictions(outcome, task, settings["ensemble"], examples, batch_size)
+    except UserError as e:
+        raise UserError(f"{data}: {e}") from None
+    return outcome
 
 
 def check_all_or_no_labels(data: str | Path, examples: Sequence[Example]) -> None:
