@@ -139,10 +139,10 @@ def test_sentences_agree_with_their_numbers() -> None:
     assert "among 148 equally likely tokens" in better  # e ** 5
     assert "right for 25.0% of them" in better
     assert "2.7 times the probability" in better  # e ** (6 - 5)
-    assert "nothing from context" in story(6.07)
+    assert "`firth doctor` says why" in story(6.07)
     assert "On the training text (no text is held out)" in story(None)
     results = {"loss": 5.0, "eval_loss": 6.07, "unigram_entropy": 6.0}
-    remedy = ": train for longer (--minutes, --max-steps)"
+    remedy = ": `firth doctor` says why"
     assert summarize_loss(recipe, results) == f"0.07 nats worse than word frequencies{remedy}"
     t5 = replace(recipe, model=get_preset("t5-tiny"))
     assert summarize_loss(t5, results) == "held-out loss 6.07 nats per token"
@@ -150,6 +150,9 @@ def test_sentences_agree_with_their_numbers() -> None:
     falling, rising = ([{"step": i, "eval_loss": x} for i, x in enumerate(xs)] for xs in ((7, 6, 5), (7, 5, 6)))
     assert "a longer run" in "".join(describe_trend(falling))
     assert "lowest at step 1 (5.00)" in "".join(describe_trend(rising))
+    assert "by heart" in "".join(describe_trend(rising))
+    both_rise = [line | {"loss": line["eval_loss"]} for line in rising]  # a rate that is too high
+    assert "by heart" not in "".join(describe_trend(both_rise))
     rows = loss_part_rows({"loss": 7.0, "mlm_loss": 6.0, "eval_nsp_loss": 0.7, "eval_nsp_accuracy": 0.5})
     assert [row[:3] for row in rows] == [
         ("mlm loss", "6", "–"),

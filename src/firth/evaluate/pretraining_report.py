@@ -15,6 +15,7 @@ import unicodedata
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import chain, pairwise, zip_longest
 from pathlib import Path
+from statistics import fmean
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -244,7 +245,7 @@ def summarize_loss(recipe: Recipe, results: Mapping[str, Any]) -> str:
     if entropy is None:
         return f"{'held-out' if is_held_out else 'training'} loss {loss:.2f} nats per token"
     where = "" if is_held_out else " on the training text (no text is held out)"
-    remedy = "" if loss <= entropy - EQUAL_NATS else ": train for longer (--minutes, --max-steps)"
+    remedy = "" if loss <= entropy - EQUAL_NATS else ": `firth doctor` says why"
     return f"{compare_loss(loss, entropy)}{where}{remedy}"
 
 
@@ -277,21 +278,24 @@ def describe_loss(recipe: Recipe, results: Mapping[str, Any]) -> Iterator[str]:
             "probability that its frequency does."
         )
     else:
-        yield "So this model has learned nothing from context yet. Train it for longer (--minutes, --max-steps)."
+        yield "So on this text the model is no better than that: `firth doctor` says why."
 
 
 def describe_trend(log: Sequence[Mapping[str, Any]]) -> Iterator[str]:
     """Yield a sentence where the held-out loss still fell at the end of training, or had risen again."""
-    points = held_out_points(log)
+    points, name = held_out_points(log), token_loss_name({key for line in log for key in line}, "")
     if len(points) < 3:
         return
     best_step, best = min(points, key=lambda point: point[1])
     last = points[-1][1]
     if last > best + EQUAL_NATS:
-        yield (
-            f"The held-out loss was lowest at step {best_step:,} ({best:.2f}) and has risen since: the model learns "
-            "the training text by heart. Take more text, fewer steps or a smaller model."
-        )
+        losses = [(line["step"], line[name]) for line in log if line.get(name) is not None]
+        near = points[-1][0] / 20  # steps
+        early, late = ([y for x, y in losses if abs(x - at) <= near] for at in (best_step, points[-1][0]))
+        is_learned = not (early and late) or fmean(late) < fmean(early)
+        cause = ": the model learns the training text by heart. Take more text, fewer steps or a smaller model"
+        lowest = f"The held-out loss was lowest at step {best_step:,} ({best:.2f})"
+        yield f"{lowest} and has risen since{cause * is_learned}."
     elif points[-2][1] - last > EQUAL_NATS:
         yield "The loss still fell at the end: a longer run would learn more."
 

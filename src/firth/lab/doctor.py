@@ -9,6 +9,7 @@ models of the same text, the forecast of the planner. Then every rule is examine
 from __future__ import annotations
 
 import math
+import shlex
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -29,7 +30,7 @@ from firth.objectives import IGNORE_INDEX, Batch
 from firth.objectives.registry import describe_objective
 from firth.recipes.pretraining import recommend_rate
 from firth.static.ngram import boundary_tokens, count_ngrams, predictable_tokens
-from firth.tasks.failure import find_constant_label
+from firth.tasks.failure import explain_failed_seed, find_constant_label
 from firth.tasks.finetune import make_run_task
 from firth.tasks.finetune_data import read_finetune_data
 from firth.tasks.lm import LanguageModelingTask, is_plain_text
@@ -474,12 +475,14 @@ def check_failed_seeds(facts: FinetuneFacts) -> Evidence | None:
     causes = facts.results.get("failure_causes") or {}
     if not causes:
         return None
-    cause = next(iter(causes.values()))
-    lower = facts.recipe.learning_rate / 4
+    first_seed = Path(facts.run) / f"seed-{next(iter(causes))}"
+    cause, options = explain_failed_seed(facts.recipe, facts.train, facts.dev, first_seed)
     return Evidence(
         {"seeds at or below chance": len(causes), "of": facts.recipe.seeds},
         f"{cause[0].upper()}{cause[1:]}.",
-        repeat_command(facts.recipe, facts.run, f"--learning-rate {lower:.1g}"),
+        repeat_command(facts.recipe, facts.run, options)
+        if options
+        else f"firth check {shlex.quote(facts.recipe.train)}",
     )
 
 

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 from statistics import fmean
-from typing import Any
+from typing import Any, NamedTuple
 
 from firth.core.console import format_count
 from firth.core.errors import quote
@@ -23,36 +24,60 @@ LEARNED = 0.5  # below, the model has learned its training examples
 FEW_STEPS = 200  # the shortest default run
 
 
+class FailureCause(NamedTuple):
+    """A sentence: the likely cause, with its figures, and the remedy; and the options to try, "" for other examples."""
+
+    sentence: str
+    options: str
+
+
 def explain_failed_seed(
     recipe: FinetuneRecipe, train: Sequence[Example], dev: Sequence[Example], seed_folder: Path
-) -> str:
-    """Return one sentence: the likely cause, with its figures, and the remedy."""
+) -> FailureCause:
+    """Return why a seed does not beat chance."""
     if constant := find_constant_label(recipe, train, dev):
-        return constant
+        return FailureCause(constant, "--metric macro_f1 --class-weights balanced")
     losses = [line["loss"] for line in read_seed_log(seed_folder) if isinstance(line.get("loss"), float)]
     steps = recipe.max_steps
-    lower = f"--learning-rate {recipe.learning_rate / 4:.1g}"
+    lower, longer = f"--learning-rate {recipe.learning_rate / 4:.1g}", f"--max-steps {max(4 * steps, FEW_STEPS)}"
     if len(losses) < MIN_LOGGED_LOSSES:
-        return f"{format_count(steps, 'step')} are too few to learn from: give more (--num-train-epochs, --max-steps)"
+        few = f"{format_count(steps, 'step')} are too few to learn from: give more (--num-train-epochs, --max-steps)"
+        return FailureCause(few, longer)
     part = max(len(losses) // 10, 3)
     first, last = fmean(losses[:part]), fmean(losses[-part:])
     course = f"the loss went from {first:.3f} to {last:.3f}"
     if last > RISE * first:
-        return f"{course}: the learning rate of {recipe.learning_rate:g} is too high. Try {lower}"
+        high = f"{course}: the learning rate of {recipe.learning_rate:g} is too high. Try {lower}"
+        return FailureCause(high, lower)
     if last < LEARNED * first:
-        return f"{course}, so it learned train, and dev does not follow: too few examples, or other labels in dev"
+        learned = f"{course}, so it learned train, and dev does not follow: too few examples, or other labels in dev"
+        return FailureCause(learned, "")
+    entropy = label_entropy(recipe, train)
+    unrelated = entropy is not None and last > FALL * entropy
+    doubt = f", or labels do not follow from the texts: their frequencies alone have {entropy:.3f}" if unrelated else ""
     if steps < FEW_STEPS or last < FALL * first:
-        return (
-            f"{course} in {format_count(steps, 'step')}: these are too few. Give more (--num-train-epochs, --max-steps)"
-        )
+        few = f"{course} in {format_count(steps, 'step')}: these are too few{doubt}"
+        few += ". Give more (--num-train-epochs, --max-steps)"
+        return FailureCause(few, longer)
     if recipe.from_scratch:
-        return f"{course}, from random weights: the model was not pretrained, and so few examples do not replace that"
+        untrained = "the model was not pretrained, and so few examples do not replace that"
+        return FailureCause(f"{course}, from random weights: {untrained}", longer)
     if recipe.freeze == "backbone":
-        return f"{course}, with a frozen backbone: train all layers (--freeze none)"
-    return (
+        return FailureCause(f"{course}, with a frozen backbone: train all layers (--freeze none)", "--freeze none")
+    never = (
         f"{course} and never fell: the learning rate of {recipe.learning_rate:g} does not suit, or the checkpoint was "
-        f"hardly pretrained. Try {lower} and --learning-rate {recipe.learning_rate * 4:.1g}, then pretrain longer"
+        f"hardly pretrained{doubt}. Try {lower} and --learning-rate {recipe.learning_rate * 4:.1g}, then pretrain "
+        "longer"
     )
+    return FailureCause(never, lower)
+
+
+def label_entropy(recipe: FinetuneRecipe, train: Sequence[Example]) -> float | None:
+    """Return the entropy of the labels in nats: the loss of a model that knows their frequencies alone."""
+    if recipe.task not in LABEL_TASKS or not train:
+        return None
+    counts = Counter(e.target for e in train).values()
+    return -sum(n / len(train) * math.log(n / len(train)) for n in counts)
 
 
 def find_constant_label(recipe: FinetuneRecipe, train: Sequence[Example], dev: Sequence[Example]) -> str | None:

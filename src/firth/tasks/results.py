@@ -252,7 +252,8 @@ def explain_failed_seeds(
     diverged: Sequence[int],
 ) -> dict[str, Any]:
     """Return and print the likely cause of each seed at or below chance; that of a diverged one was printed."""
-    causes = {i: explain_failed_seed(recipe, train, dev, folder / f"seed-{i}") for i in failed if i not in diverged}
+    own = [i for i in failed if i not in diverged]
+    causes = {i: explain_failed_seed(recipe, train, dev, folder / f"seed-{i}").sentence for i in own}
     for i, cause in causes.items():
         if cause not in list(causes.values())[: list(causes).index(i)]:
             warn(f"seed-{i} is at or below chance. Likely cause: {cause}.")

@@ -251,7 +251,14 @@ def check_above_unigrams(facts: LogFacts) -> Evidence | None:
         return None
     if check_overfitting(facts):  # it knows too much context: that of the training text
         return None
-    numbers = {"loss": facts.last_loss, "unigram entropy": facts.references.unigram, "steps": facts.last_step}
+    entropy = facts.references.unigram
+    numbers = {"loss": facts.last_loss, "unigram entropy": entropy, "steps": facts.last_step}
+    train = float(facts.smoothed.values[-1]) if len(facts.smoothed) else math.inf
+    if entropy is not None and train < entropy - SAME_NATS and isinstance(facts.training, Recipe):
+        cause = "The training loss is below word frequencies: held-out text differs from the text of the training."
+        sources = [*facts.training.sources.values()] or [facts.training.data]
+        check = f"firth check {' '.join(map(shlex.quote, sources))} --kinds none"
+        return Evidence(numbers | {"training loss": train}, cause, check)
     return Evidence(numbers, *explain_no_context(facts))
 
 
