@@ -36,7 +36,7 @@ export function niceTicks(low, high, about = 5) {
 const percent = (share) => `${Number((100 * share).toFixed(2))}%`;
 const text = (properties, content) => svg("text", { ...properties, text: content });
 
-// series: {name, points: [[x, y]], colour, dashed?, dots?, thin?}; lines: {name, y} are horizontal.
+// series: {name, points: [[x, y]], colour, dashed?, dots?, thin?}; lines: {name, y, colour?} are horizontal.
 export function lineChart({ series, lines = [], xLabel, yLabel, label, height = 250, yRange = null, wholeSteps = false }) {
   const filled = series.map((s) => ({ ...s, points: s.points.filter(([, y]) => Number.isFinite(y)) })).filter((s) => s.points.length);
   if (!filled.length) return el("p", { class: "note", text: "Nothing to draw yet." });
@@ -65,7 +65,7 @@ export function lineChart({ series, lines = [], xLabel, yLabel, label, height = 
     plot.append(svg("line", { class: "axis", x1: x, x2: x, y1: height, y2: height + 4 }), text({ class: "tick", x, y: height + 17, "text-anchor": "middle" }, formatTick(t)));
   }
   plot.append(text({ class: "name", x: "50%", y: height + 37, "text-anchor": "middle" }, xLabel));
-  for (const line of lines) plot.append(svg("line", { class: "line ink dashed", x2: "100%", y1: percent(1 - Y(line.y)), y2: percent(1 - Y(line.y)) }));
+  for (const line of lines) plot.append(svg("line", { class: "line dashed", x2: "100%", y1: percent(1 - Y(line.y)), y2: percent(1 - Y(line.y)), style: { "--colour": line.colour ?? "var(--ink)" } }));
   for (const s of filled) {
     if (s.points.length > 1) {
       const steps = s.points.map(([x, y]) => `${(PATH_UNITS * X(x)).toFixed(1)} ${(PATH_UNITS * (1 - Y(y))).toFixed(1)}`);
@@ -80,7 +80,7 @@ export function lineChart({ series, lines = [], xLabel, yLabel, label, height = 
   addReadout(plot, readout);
   const named = filled.length > 1 || filled[0].name ? filled : [];
   const style = (s) => (s.thin ? "thin" : s.dashed ? "dashed" : "solid");
-  return el("div", { class: "figure" }, legend([...named.map((s) => [s.colour, s.name, style(s)]), ...lines.map((l) => ["var(--ink)", `${l.name}: ${formatNumber(l.y)}`, "dashed"])]), plot, readout);
+  return el("div", { class: "figure" }, legend([...named.map((s) => [s.colour, s.name, style(s)]), ...lines.map((l) => [l.colour ?? "var(--ink)", `${l.name}: ${formatNumber(l.y)}`, "dashed"])]), plot, readout);
 }
 
 // A band around each x, with the values of all series there; of very many, in MAX_MARKS cells of equal width, by their mean.

@@ -241,7 +241,7 @@ function lossChart(runs) {
     const prefix = runs.length > 1 ? `${run.name}: ` : "";
     return [{ name: `${prefix}training`, points: pointsOf(rows, 1, state.smooth), colour, thin: true }, { name: `${prefix}held out`, points: pointsOf(rows, 2, false), colour, dots: true }];
   });
-  const lines = runs.flatMap((run) => Object.entries(referencesOf(run.name)).filter(([text]) => DRAWN_REFERENCES.includes(text)).map(([text, y]) => ({ run: run.name, text, y })));
+  const lines = runs.flatMap((run) => Object.entries(referencesOf(run.name)).filter(([text]) => DRAWN_REFERENCES.includes(text)).map(([text, y]) => ({ run: run.name, text, y, colour: COLOURS[runs.indexOf(run) % COLOURS.length] })));
   const isPretraining = runs.every((run) => !run.kind.startsWith("fine-tuning"));
   return lineChart({ series: series.filter((s) => s.points.length), lines: nameLines(lines, runs.length), xLabel: state.axis === "step" ? "step" : "tokens", yLabel: isPretraining ? "loss (nats per token)" : "loss", label: "Loss of the runs that are shown", height: 290, wholeSteps: state.axis === "step" });
 }
@@ -254,11 +254,15 @@ function referencesOf(run) {
   return Object.fromEntries(Object.entries({ unigrams, bigrams: unigrams && bigram, trigrams: unigrams && trigram, forecast }).filter(([, y]) => y));
 }
 
-// Runs on the same text share their lines.
+// Runs on the same text share their lines; others have the colour of their run.
 function nameLines(lines, numRuns) {
   const groups = {};
   for (const line of lines) (groups[`${line.text} ${line.y.toFixed(2)}`] ??= []).push(line);
-  return Object.values(groups).map((same) => ({ name: numRuns === 1 || same.length === numRuns ? same[0].text : `${same.map(({ run }) => run).join(", ")}: ${same[0].text}`, y: same[0].y }));
+  return Object.values(groups).map((same) => {
+    const { text, y, colour } = same[0];
+    const isOfAll = numRuns === 1 || same.length === numRuns;
+    return isOfAll ? { name: text, y } : { name: `${same.map(({ run }) => run).join(", ")}: ${text}`, y, colour };
+  });
 }
 
 function runCard(run, index) {
