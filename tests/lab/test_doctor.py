@@ -28,7 +28,12 @@ from firth.core.console import quiet
 from firth.core.html import HtmlPage
 from firth.evaluate.pretraining_report import add_doctor_section
 from firth.lab.batch_rules import BATCH_RULES, BatchFacts, count_labels
-from firth.lab.doctor import ALL_RULES, REFERENCE_RULES, diagnose_run, try_diagnosis
+from firth.lab.doctor import (
+    ALL_RULES,
+    REFERENCE_RULES,
+    diagnose_run,
+    try_diagnosis,
+)
 from firth.lab.text_rules import RepeatedLines, TextFacts, check_domain_shift, divergence, random_divergences
 from firth.objectives import IGNORE_INDEX, MLM, Batch
 from firth.tasks import FinetuneRecipe
@@ -231,6 +236,9 @@ def test_labels_on_padding(recipe: Recipe) -> None:
     assert count_labels(causal)["num_padding_labels"] == 3
     decoder = Batch(ids, labels=ids, decoder_input_ids=ids, decoder_document_ids=documents)
     assert count_labels(decoder)["num_padding_labels"] == 3
+    unused = np.array([[0, 0], [1, -1]])  # group -1: a slot without a text
+    pairs = Batch(ids, document_ids=documents, target_positions=positions, task_labels=labels, group_ids=unused)
+    assert (count_labels(pairs)["num_labels"], count_labels(pairs)["num_padding_labels"]) == (3, 0)
 
 
 def test_a_broken_objective_is_found_in_a_run(shop: Any, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -261,7 +269,7 @@ def test_one_document_of_many_different_ones_is_no_other_domain(shop: Any, is_ot
                                 documents.sum(0), 4000)  # fmt: skip
     tokenizer = shop.make_shards(RUNS.tiny_text, "wordpiece").tokenizer
     repeated = RepeatedLines(0.0, 0.0, (), ())
-    facts = TextFacts(tokenizer, documents.sum(0), held_out, random, repeated, {}, False, "shards")
+    facts = TextFacts(tokenizer, documents.sum(0), held_out, random, repeated, {})
     assert (check_domain_shift(facts) is not None) == is_other
     assert divergence(held_out, documents.sum(0)) > random.mean() / 2
 
@@ -304,16 +312,14 @@ def test_a_run_that_ends_above_the_unigram_entropy(
 ) -> None:
     folder = CASES["above-unigrams"].make(shop, "above")
     said = capsys.readouterr().err
-    assert said.count("the run ended with a loss above word frequencies (loss ") == 1
+    assert said.count("the run ended no better than word frequencies (loss ") == 1
     assert f"firth doctor {folder}" in " ".join(said.split())
     log = read_log(folder / "log.jsonl")
     assert all(line["targets"] > 0 for line in log if "loss" in line)
     result = CliRunner().invoke(app, ["doctor", str(folder)])
     assert result.exit_code == 1
     assert re.search(r"above: loss \d\.\d\d \(ln V 6\.21, unigrams 5\.\d\d, bigrams ", result.stdout)
-    assert (
-        "error: the run ended with a loss above word frequencies [above-unigrams]\n  evidence  loss " in result.stdout
-    )
+    assert "error: the run ended no better than word frequencies [above-unigrams]\n  evidence  loss " in result.stdout
     assert "\n  try       firth pretrain gpt2-tiny --data " in result.stdout
     found = json.loads(CliRunner().invoke(app, ["doctor", str(folder), "--json"]).stdout)
     assert [finding["rule"] for finding in found["findings"]] == ["above-unigrams"]
@@ -325,6 +331,23 @@ def test_a_run_that_ends_above_the_unigram_entropy(
     (tmp_path / "moved" / "recipe.yaml").write_text(recipe)
     moved = CliRunner().invoke(app, ["doctor", str(tmp_path / "moved")])
     assert "not examined: the text and its labels: " in moved.stdout
+
+
+def test_a_run_is_examined_from_any_folder(
+    shop: Any, recipe: Recipe, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The paths of a recipe are relative to the folder in which the run was started."""
+    (tmp_path / "shards").symlink_to(Path(recipe.data).resolve())
+    monkeypatch.chdir(tmp_path)
+    pretrain(replace(recipe, data="shards", output_dir="runs/a", max_steps=2))
+    assert diagnose_run("runs/a").not_examined == []
+    monkeypatch.chdir(tmp_path / "runs")
+    assert diagnose_run("a").not_examined == []
+    (tmp_path / "shards").unlink()
+    assert diagnose_run("a").not_examined == ["the text and its labels: shards: no such folder."]
+    shown = CliRunner().invoke(app, ["doctor", "a"]).stdout
+    assert "not examined: the text and its labels" in shown
+    assert "healthy" not in shown
 
 
 def test_other_folders_are_refused(tmp_path: Path) -> None:

@@ -17,6 +17,7 @@ import torch.nn.functional as F
 from tasks.small import CPU, WORDS, assert_equal_gradients, model_for, parts
 from tasks.test_resume import stop_in_seed
 
+import firth
 from firth.core.errors import UserError
 from firth.evaluate.report import write_run_report
 from firth.models import Model, load_model, make_model
@@ -338,6 +339,7 @@ def test_tuning_prefers_the_chosen_answers_and_resumes_exactly(
     )
     found = finetune(recipe)
     assert json.loads((tmp_path / "run" / "seed-0" / "results.json").read_text())["scores"]["kl"] >= 0
+    assert firth.doctor(tmp_path / "run")["not_examined"] == []
     assert found["mean"] == 1.0 if rows == "pairs" else found["mean"] > 0.6
     log = [json.loads(line) for line in (tmp_path / "run" / "seed-0" / "log.jsonl").read_text().splitlines()]
     check_run_folder(tmp_path / "run", resume=False, overwrite=True, inputs=())  # all its files are a run's

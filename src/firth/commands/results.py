@@ -163,7 +163,7 @@ class DoctorResult(Result):
             page.add_table(["nats per token", ""], known)
         page.add_fragment("doctor.html.j2", "findings", findings)
         if not findings:
-            page.add_paragraph(f"Healthy: {self['rules']} rules, no finding.")
+            page.add_paragraph(f"{'No finding' if self['not_examined'] else 'Healthy'}: {self['rules']} rules.")
         for reason in self["not_examined"]:
             add_note(page, f"Not examined: {reason}")
         return page

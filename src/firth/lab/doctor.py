@@ -33,7 +33,7 @@ from firth.static.ngram import boundary_tokens, count_ngrams, predictable_tokens
 from firth.tasks.failure import explain_failed_seed, find_constant_label
 from firth.tasks.finetune import make_run_task
 from firth.tasks.finetune_data import read_finetune_data
-from firth.tasks.lm import LanguageModelingTask, is_plain_text
+from firth.tasks.lm import EncodedDialogue, is_plain_text
 from firth.tasks.recipe import FinetuneRecipe
 from firth.text import Example
 from firth.tokens import MixedShards, PackedDataset, Shards, ShardSet, load_tokenizer
@@ -113,10 +113,31 @@ def diagnose_run(folder: str | Path) -> Diagnosis:
     plain = read_yaml_mapping(recipe_file)
     with quiet():
         if "objective" in plain and "model" in plain:
-            return diagnose_pretraining(folder, load_recipe(recipe_file, Recipe))
+            recipe = load_recipe(recipe_file, Recipe)
+            sources = {name: seen_from_here(data, recipe.output_dir, folder) for name, data in recipe.sources.items()}
+            data = seen_from_here(recipe.data, recipe.output_dir, folder)
+            return diagnose_pretraining(folder, replace(recipe, data=data, sources=sources))
         if "task" in plain or "tasks" in plain:
-            return diagnose_finetuning(folder, load_recipe(recipe_file, FinetuneRecipe))
+            tuning = load_recipe(recipe_file, FinetuneRecipe)
+            files = {
+                name: seen_from_here(getattr(tuning, name), tuning.output_dir, folder)
+                for name in ("checkpoint", "train", "dev")
+            }
+            return diagnose_finetuning(folder, replace(tuning, **files))
     raise UserError(f"{folder} holds word vectors or n-grams: the doctor knows language models and fine-tunings.")
+
+
+def seen_from_here(path: str, output_dir: str, run: Path) -> str:
+    """Return a path of a recipe as it is seen from the current folder: it is relative to where the run was started.
+
+    >>> seen_from_here("no-such-shards", "run", Path("run"))
+    'no-such-shards'
+    """
+    output, here = Path(output_dir).parts, run.resolve()
+    if not path or Path(path).is_absolute() or Path(output_dir).is_absolute() or here.parts[-len(output) :] != output:
+        return path
+    found = Path(*here.parts[: -len(output)], path)
+    return str(found) if found.exists() and not (Path(path).exists() and found.samefile(path)) else path
 
 
 def try_diagnosis(folder: Path) -> list[Finding] | None:
@@ -153,11 +174,9 @@ def diagnose_pretraining(folder: Path, recipe: Recipe) -> Diagnosis:
     if shards is not None:
         batch_facts, label_entropy = collect_batch_facts(recipe, shards, facts, str(folder))
         facts = replace(facts, references=collect_references(recipe, shards, lines, label_entropy))
-        for train, held_out, data in shard_parts(shards):
-            findings += examine(
-                TEXT_RULES,
-                collect_text_facts(shards.tokenizer, train, held_out, bool(recipe.checkpoint), data),
-            )
+        for train, held_out in shard_parts(shards):
+            facts_of_text = collect_text_facts(shards.tokenizer, train, held_out, recipe.checkpoint)
+            findings += examine(TEXT_RULES, facts_of_text)
         findings += examine(BATCH_RULES, batch_facts)
     findings += examine((*LOG_RULES, *REFERENCE_RULES), facts)
     if shards is not None:
@@ -183,10 +202,10 @@ def first_of_each(findings: Sequence[Finding]) -> list[Finding]:
     return list({finding.rule: finding for finding in reversed(findings)}.values())[::-1]
 
 
-def shard_parts(shards: ShardSet | MixedShards) -> Iterator[tuple[Shards, Shards | None, str]]:
-    """Yield training part, held-out part and folder of each source."""
+def shard_parts(shards: ShardSet | MixedShards) -> Iterator[tuple[Shards, Shards | None]]:
+    """Yield training part and held-out part of each source."""
     for part in shards.sources.values() if isinstance(shards, MixedShards) else [shards]:
-        yield part.train, part.held_out, str(part.folder)
+        yield part.train, part.held_out
 
 
 def collect_batch_facts(
@@ -382,7 +401,7 @@ def find_unusual_row(recipe: Recipe, shards: ShardSet | MixedShards, step: int) 
     rows = dataset.get_rows(np.arange(first, first + stage.step_rows))
     counts = sum(
         np.bincount(np.asarray(part.tokens[:10_000_000], np.int64), minlength=shards.tokenizer.vocab.size)
-        for part, _, _ in shard_parts(shards)
+        for part, _ in shard_parts(shards)
     )
     surprisal_V = -np.log((counts + 0.5) / (np.sum(counts) + 0.5))
     mean_B = np.where(rows.maskable, surprisal_V[rows.input_ids], 0).sum(1) / np.maximum(rows.maskable.sum(1), 1)
@@ -440,7 +459,7 @@ def example_text_facts(recipe: FinetuneRecipe, train: Sequence[Example], dev: Se
         own = (e.texts[1::2] if recipe.task == "lm" else e.texts for e in examples)
         return [" ".join(t if isinstance(t, str) else " ".join(t) for t in parts) for parts in own]
 
-    return collect_example_facts(load_tokenizer(recipe.checkpoint), texts(train), texts(dev), recipe.train)
+    return collect_example_facts(load_tokenizer(recipe.checkpoint), texts(train), texts(dev), recipe.checkpoint)
 
 
 def collect_example_batch_facts(recipe: FinetuneRecipe, train: Sequence[Example], run: str) -> BatchFacts | None:
@@ -452,14 +471,13 @@ def collect_example_batch_facts(recipe: FinetuneRecipe, train: Sequence[Example]
     items = task.encode(chosen)
     batch = task.collate(items)
     dialogues = dict[str, int]()
-    if isinstance(task, LanguageModelingTask):
-        own = [item for item, e in zip(items, chosen, strict=True) if not is_plain_text(e)]
-        if own:
-            dialogues = {
-                "count": len(own),
-                "empty": sum(not item.scored_mask.any() for item in own),  # the end token alone is no answer
-                "full": sum(item.num_tokens - len(item.scored_mask) <= MAX_UNLABELLED_TOKENS for item in own),
-            }
+    pairs = zip(items, chosen, strict=True)
+    if own := [item for item, e in pairs if isinstance(item, EncodedDialogue) and not is_plain_text(e)]:
+        dialogues = {
+            "count": len(own),
+            "empty": sum(not item.scored_mask.any() for item in own),  # the end token alone is no answer
+            "full": sum(item.num_tokens - len(item.scored_mask) <= MAX_UNLABELLED_TOKENS for item in own),
+        }
     return BatchFacts(recipe, **count_task_labels(batch), dialogues=dialogues, run=run)
 
 

@@ -41,6 +41,7 @@ TEMPLATED_SHARE = 0.35  # of the tokens, in lines that share a skeleton
 SHORT_PIECE_SHARE = 0.4  # of the tokens that are a single letter or byte
 CHARACTER_KINDS = ("char", "elmo-characters", "byte", "bytes")  # tokenizers whose tokens are single characters
 MIN_SPECIAL_LOOKALIKES = 10  # special tokens written out in the text
+CHECK_COMMAND = "firth check TEXT --kinds none"
 UNUSED_SHARE, MIN_UNUSED_TOKENS = 0.3, 300  # of the vocabulary without an occurrence
 
 
@@ -63,12 +64,18 @@ class TextFacts:
     random_divergences: np.ndarray  # KL of random parts of the training text, as large as the held-out part
     repeated: RepeatedLines
     special_counts: dict[str, int]  # special tokens that are written out in the text
-    is_pretrained: bool  # the run starts from a checkpoint, whose tokenizer it must keep
-    data: str  # the source, for commands
+    checkpoint: str = ""  # that the run starts from, whose tokenizer it must keep
 
     @property
     def num_tokens(self) -> int:
         return int(self.counts.sum())
+
+    @property
+    def tokenizer_command(self) -> str:
+        """The command for a tokenizer that suits the text, which shards do not name."""
+        if self.checkpoint:
+            return f"firth adapt {shlex.quote(self.checkpoint)} --data TEXT --output-dir adapted"
+        return "firth tokenizer TEXT --kind byte-bpe --output-dir tokenizer"
 
 
 def count_tokens(tokens: np.ndarray, vocab_size: int) -> np.ndarray:
@@ -82,9 +89,7 @@ def gather_documents(shards: Shards, documents: np.ndarray) -> np.ndarray:
     return np.concatenate([shards.tokens[:0], *parts])
 
 
-def collect_text_facts(
-    tokenizer: Tokenizer, train: Shards, held_out: Shards | None, is_pretrained: bool, data: str
-) -> TextFacts:
+def collect_text_facts(tokenizer: Tokenizer, train: Shards, held_out: Shards | None, checkpoint: str) -> TextFacts:
     """Count the tokens of shards."""
     size = tokenizer.vocab.size
     tokens = np.asarray(train.tokens[:MAX_SEARCHED_TOKENS])
@@ -108,12 +113,11 @@ def collect_text_facts(
         ),
         find_repeated_lines(tokens, bounds, counts, tokenizer.vocab.unk),
         count_special_lookalikes(tokenizer, tokens),
-        is_pretrained,
-        data,
+        checkpoint,
     )
 
 
-def collect_example_facts(tokenizer: Tokenizer, train: Iterable[str], dev: Iterable[str], data: str) -> TextFacts:
+def collect_example_facts(tokenizer: Tokenizer, train: Iterable[str], dev: Iterable[str], checkpoint: str) -> TextFacts:
     """Count the tokens of labelled examples, of which each text is a line."""
     size, parts = tokenizer.vocab.size, [tokenizer.encode_batch(list(texts)) for texts in (train, dev)]
     ids = [np.array([i for text in part for i in text], np.int64) for part in parts]
@@ -126,7 +130,7 @@ def collect_example_facts(tokenizer: Tokenizer, train: Iterable[str], dev: Itera
     random = random_divergences(np.diff(bounds), read, counts[0], int(counts[1].sum()))
     repeated = find_repeated_lines(ids[0], bounds, counts[0], tokenizer.vocab.unk)
     return TextFacts(
-        tokenizer, counts[0], counts[1], random, repeated, count_special_lookalikes(tokenizer, ids[0]), True, data
+        tokenizer, counts[0], counts[1], random, repeated, count_special_lookalikes(tokenizer, ids[0]), checkpoint
     )
 
 
@@ -287,7 +291,7 @@ def check_domain_shift(facts: TextFacts) -> Evidence | None:
     return Evidence(
         {"KL of unigrams": kl, "KL of random parts of train": random, "typical tokens": words},
         "The evaluated text is of another domain than the training text: its loss does not measure this training.",
-        f"firth check {shlex.quote(facts.data)} --kinds none",
+        CHECK_COMMAND,
     )
 
 
@@ -298,7 +302,7 @@ def check_duplicated_lines(facts: TextFacts) -> Evidence | None:
     return Evidence(
         {"share of the text": facts.repeated.duplicated, "most frequent": line},
         "Lines occur again and again: the model learns them by heart, and held-out text holds them too.",
-        f"firth check {shlex.quote(facts.data)} --kinds none",
+        CHECK_COMMAND,
     )
 
 
@@ -309,7 +313,7 @@ def check_templated_lines(facts: TextFacts) -> Evidence | None:
     return Evidence(
         {"share of the text": facts.repeated.templated, "most frequent": line},
         "Lines differ in a few words alone, as records of a form do: there is little language to learn.",
-        f"firth check {shlex.quote(facts.data)} --kinds none",
+        CHECK_COMMAND,
     )
 
 
@@ -321,7 +325,7 @@ def check_unknown_tokens(facts: TextFacts) -> Evidence | None:
     return Evidence(
         {"unknown tokens": share, "vocabulary": facts.tokenizer.vocab.size},
         "The tokenizer was made for another text: it has no pieces for many words.",
-        f"firth tokenizer {shlex.quote(facts.data)} --kind byte-bpe --output-dir tokenizer",
+        facts.tokenizer_command,
     )
 
 
@@ -336,7 +340,7 @@ def check_short_pieces(facts: TextFacts) -> Evidence | None:
     return Evidence(
         {"one-byte pieces": share, "vocabulary": facts.tokenizer.vocab.size},
         "The tokenizer splits words into letters or bytes: it was made for another language, or is too small.",
-        f"firth tokenizer {shlex.quote(facts.data)} --output-dir tokenizer",
+        facts.tokenizer_command,
     )
 
 
@@ -347,7 +351,7 @@ def check_special_lookalikes(facts: TextFacts) -> Evidence | None:
     return Evidence(
         {"occurrences": count, **facts.special_counts},
         "Special tokens are written out in the text, as letters: the model learns to write them, and no end of a text.",
-        f"firth check {shlex.quote(facts.data)} --kinds none",
+        CHECK_COMMAND,
     )
 
 
@@ -356,7 +360,7 @@ def check_untrained_embeddings(facts: TextFacts) -> Evidence | None:
     ids = facts.tokenizer.vocab.non_special_ids
     ids = ids if short_V is None else ids[~short_V[ids]]
     unused = ids[facts.counts[ids] == 0]
-    if facts.is_pretrained or len(unused) < max(UNUSED_SHARE * len(ids), MIN_UNUSED_TOKENS):
+    if facts.checkpoint or len(unused) < max(UNUSED_SHARE * len(ids), MIN_UNUSED_TOKENS):
         return None
     numbers = {"tokens without an occurrence": len(unused), "share of the vocabulary": len(unused) / len(ids)}
     if facts.held_out_counts is not None:
@@ -364,7 +368,7 @@ def check_untrained_embeddings(facts: TextFacts) -> Evidence | None:
     return Evidence(
         numbers,
         "Their embeddings keep their random values: the vocabulary is too large for the text, or made for another.",
-        f"firth tokenizer {shlex.quote(facts.data)} --output-dir tokenizer",
+        facts.tokenizer_command,
     )
 
 

@@ -287,6 +287,8 @@ def open_shards(folder: str | Path) -> ShardSet:
     """Open a folder that `prepare` wrote; raise a UserError if a file is damaged."""
     folder = Path(folder)
     if not is_shards_folder(folder):
+        if not folder.exists():
+            raise UserError(f"{folder}: no such folder.")
         raise UserError(
             f"{folder} is not a shards folder: it has no {MANIFEST_FILE} of one. Make one with `firth prepare`."
         )

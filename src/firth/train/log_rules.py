@@ -644,8 +644,8 @@ LOG_RULES: tuple[Rule[LogFacts], ...] = (
     Rule(
         "above-unigrams",
         "error",
-        "the run ended with a loss above word frequencies",
-        "the last loss of a finished run is not below the unigram entropy",
+        "the run ended no better than word frequencies",
+        f"the last loss of a finished run is not {SAME_NATS} nats below the unigram entropy",
         check_above_unigrams,
     ),
     Rule(
