@@ -452,27 +452,46 @@ def test_missing_file(tmp_path: Path) -> None:
 
 
 def test_unknown_extension(tmp_path: Path) -> None:
-    assert "Use .txt, .jsonl, .csv, .tsv, .parquet, .warc, .wet, .xml, .html, .htm, .pdf, .mbox, plain or" in refusal(
-        write(tmp_path / "a.doc", "x")
+    assert refusal(write(tmp_path / "a.docx", "x")).endswith(
+        "a.docx: .docx files are not read. Save it as plain text, .txt."
     )
+    for name in ("GPL-3", "notes.tex", "x.1.gz"):  # a named file is plain text, unless its bytes say otherwise
+        path = tmp_path / name
+        path.write_bytes(gzip.compress(b"one\n\ntwo") if name.endswith(".gz") else b"one\n\ntwo")
+        assert [d.text for d in Corpus(path)] == ["one", "two"]
+    (tmp_path / "a.png").write_bytes(b"\x89PNG\r\n\x1a\n\x00\xff")
+    assert "not UTF-8" in refusal(tmp_path / "a.png")
+
+
+def test_a_pattern_names_files(tmp_path: Path) -> None:
+    for name in ("49960", "49961", "deeper/51060"):  # as in 20 Newsgroups
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        write(tmp_path / name, name)
+    assert [d.text for d in Corpus(tmp_path / "*")] == ["49960", "49961"]
+    assert [d.text for d in Corpus(str(tmp_path / "**"))] == ["49960", "49961", "deeper/51060"]
+    assert "no file matches this pattern" in refusal(tmp_path / "*.txt")
+    assert "needs a pattern" in refusal(tmp_path)
 
 
 def test_folder_with_nothing_to_read(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert "nothing to read in this folder" in refusal(tmp_path)
-    write(tmp_path / "a.md", "x")
+    write(tmp_path / "a.tex", "x")
     assert "nothing to read in this folder" in refusal(tmp_path)
 
 
 def test_other_files_in_a_folder_are_reported_once(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    for name in ("a.txt", "a.md", "b.md", "c.doc.gz", "Makefile"):
+    for name in ("a.txt", "a.tex", "b.tex", "c.doc.gz", "Makefile"):
         write(tmp_path / name, "x")
     (tmp_path / "loop").symlink_to(tmp_path)
     corpus = Corpus([tmp_path])
     assert texts(corpus) == texts(corpus) == ["x"]
     said = capsys.readouterr().err
     assert said.count("left out") == 1
-    assert "5 left out that are not .txt, .jsonl, .csv, .tsv, .parquet, .warc, .wet, .xml, .html," in said
-    assert "(.doc, .md, linked folder, no extension)" in said
+    assert (
+        "5 left out that are not .txt, .text, .md, .rst, .jsonl, .csv, .tsv, .parquet, .warc, .wet, .xml, .html,"
+        in said
+    )
+    assert "(.doc, .tex, linked folder, no extension)" in said
 
 
 def test_empty_corpus(tmp_path: Path) -> None:

@@ -219,6 +219,13 @@ def test_labels_of_several_types_are_reported(tmp_path: Path, capsys: pytest.Cap
     assert capsys.readouterr().err == ""
 
 
+@pytest.mark.parametrize("mark", [";", "\t", ","])
+def test_the_header_of_a_csv_tells_what_separates_its_columns(mark: str, tmp_path: Path) -> None:
+    path = tmp_path / "a.csv"
+    path.write_text(f'\ufefftext{mark}label\n"good{mark} ""very"""{mark}1\n')
+    assert [(e.texts, e.target) for e in read_labelled(path, "classify")] == [((f'good{mark} "very"',), "1")]
+
+
 def test_quotation_marks_are_characters_in_tsv_and_quotes_in_csv(tmp_path: Path) -> None:
     tsv = write(tmp_path / "a.tsv", 'text\tlabel\n"open\tyes\nclose"\tno\n')
     assert [e.texts[0] for e in read_labelled(tsv, "classify")] == ['"open', 'close"']

@@ -45,7 +45,7 @@ class TextOptions:
 
     documents: str = option(
         "auto",
-        "Split a .txt file into documents: 'file' keeps it whole, 'blank-line' splits it there, 'auto' keeps small "
+        "Split a text file into documents: 'file' keeps it whole, 'blank-line' splits it there, 'auto' keeps small "
         "files of a folder whole and splits all others.",
     )
     columns: dict[str, str] | None = option(
@@ -53,7 +53,7 @@ class TextOptions:
     )
     encoding: str = option("utf-8", "Set the encoding of the text files.")
     keep_mail: str = option(
-        "", f"Keep these parts of e-mails (.mbox): {', '.join(MAIL_PARTS)}. Default: leave them out."
+        "", f"Keep these parts of e-mails (.mbox, .eml): {', '.join(MAIL_PARTS)}. Default: leave them out."
     )
     normalize: str = option(
         "",
@@ -71,8 +71,9 @@ class TextOptions:
 class TextArguments(TextOptions):
     texts: list[str] = option(
         ...,
-        "Files and folders, - for stdin, pydocs, or hf:owner/name[:config][:split][#column]. Formats: .txt, .jsonl, "
-        ".csv, .tsv, .parquet, .warc, .wet, .xml (Wikipedia), .html, .pdf, .mbox, also as .gz, .xz, .bz2, .zst.",
+        "Files, folders, patterns such as 'notes/*', - for stdin, pydocs, or hf:owner/name[:config][:split][#column]. "
+        "Formats: .txt, .md, .rst, .jsonl, .csv, .tsv, .parquet, .warc, .wet, .xml (Wikipedia), .html, .pdf, .mbox, "
+        ".eml, also as .gz, .xz, .bz2, .zst.",
         "TEXT...",
         argument=True,
     )

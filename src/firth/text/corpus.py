@@ -8,6 +8,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import fields
 from functools import cached_property
+from glob import glob, has_magic
 from itertools import chain
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -43,7 +44,15 @@ from firth.text.records import (
     resolve_columns,
 )
 
-READABLE_EXTENSIONS = (".txt", *RECORD_READERS, ".parquet", *DOCUMENT_FORMATS)
+TEXT_EXTENSIONS = (".txt", ".text", ".md", ".rst")  # plain text; so is a named file that nothing below lists
+READABLE_EXTENSIONS = (*TEXT_EXTENSIONS, *RECORD_READERS, ".parquet", *DOCUMENT_FORMATS)
+UNREADABLE_EXTENSIONS = {
+    **dict.fromkeys((".doc", ".docx", ".odt", ".rtf", ".epub"), "Save it as plain text, .txt."),
+    **dict.fromkeys((".xls", ".xlsx", ".ods"), "Save it as .csv."),
+    **dict.fromkeys((".zip", ".tar", ".tgz", ".7z", ".rar"), "Unpack it, and name its folder."),
+    **dict.fromkeys((".json", ".ipynb"), 'Write one object a line, {"text": "..."}, as .jsonl.'),
+    **dict.fromkeys((".conll", ".bio", ".iob"), "It is labelled data: name a text."),
+}
 READABLE_EXTENSIONS_TEXT = ", ".join(READABLE_EXTENSIONS)
 DOCUMENT_SPLIT_MODES = ("auto", "blank-line", "file")
 STDIN_PATH = "-"
@@ -65,11 +74,13 @@ class CorpusFile(NamedTuple):
 class Corpus:
     """The documents of files, folders and datasets. Each iteration reads them again and holds one in memory.
 
-    `documents` selects how a .txt file becomes documents. "blank-line" splits it on blank lines. "file" makes it one
+    A path may be a pattern ("notes/*"). A named file with an extension that says nothing is plain text.
+
+    `documents` selects how a text file becomes documents. "blank-line" splits it on blank lines. "file" makes it one
     document. "auto" splits a file that the user named or that is over 1 Mi characters; a smaller one in a folder is
     one document. A .jsonl file has one document per line; .csv, .tsv and .parquet files have one per row. Web archives
-    (.warc, .wet) have one per page, Wikipedia dumps (.xml) one per article, mailboxes (.mbox) one per message, .html
-    and .pdf files one each. `keep_mail` lists parts of e-mails that are left out by default: "headers,quotes".
+    (.warc, .wet) have one per page, Wikipedia dumps (.xml) one per article, mailboxes (.mbox) one per message, .html,
+    .pdf and .eml files one each. `keep_mail` lists parts of e-mails that are left out by default: "headers,quotes".
 
     The text is in the column `text`, or as named by `columns={"text": "body"}`. A column `words` may list the words,
     for languages written without spaces. Columns `text_a` and `text_b` make a text pair, if there is no `text` or
@@ -210,10 +221,10 @@ class Corpus:
 
     def _read_file(self, source: CorpusFile, counts: Counter[str]) -> Iterator[Document]:
         kind = data_extension(source.path)
-        if kind == ".txt":
-            return self._read_text_file(source, counts)
         if kind in DOCUMENT_FORMATS:
             return self._read_format(source, kind, counts)
+        if kind in TEXT_EXTENSIONS or kind not in READABLE_EXTENSIONS:
+            return self._read_text_file(source, counts)
         counts["lines" if kind == ".jsonl" else "rows"] += 1
         if kind == ".parquet":
             records = read_parquet_records(source.path, self.columns.values(), self.read_progress)
@@ -356,21 +367,24 @@ def corpus_bytes_read(documents: Iterable[Document]) -> int | None:
 
 
 def find_corpus_files(path: Path) -> list[CorpusFile]:
-    """Return the file itself, or every readable file under a folder, sorted by name."""
+    """Return the file itself, the files that match a pattern, or every readable file of a folder, sorted by name."""
     try:
         exists, is_folder = path.exists(), path.is_dir()
     except OSError as e:
         raise_os_error(e)
+    if not exists and has_magic(str(path)):
+        names = sorted(glob(str(path), recursive=True))  # noqa: PTH207, the pattern may begin with /
+        matches = [match for name in names if not (match := Path(name)).is_dir()]
+        if not matches:
+            raise UserError(f"{path}: no file matches this pattern.")
+        return [file for match in matches for file in find_corpus_files(match)]
     if not exists:
         raise UserError(f"{path}: no such file or folder.")
     check_not_special(path, str(path))
     if is_folder:
         return [CorpusFile(file, is_user_named=False, display_name=str(file)) for file in find_readable_files(path)]
-    if data_extension(path) not in READABLE_EXTENSIONS:
-        raise UserError(
-            f"{path}: unsupported file type. Use {READABLE_EXTENSIONS_TEXT}, plain or compressed as "
-            f"{COMPRESSED_EXTENSIONS_TEXT}."
-        )
+    if remedy := UNREADABLE_EXTENSIONS.get(kind := data_extension(path)):
+        raise UserError(f"{path}: {kind} files are not read. {remedy}")
     return [CorpusFile(path, is_user_named=True, display_name=str(path))]
 
 
@@ -398,7 +412,8 @@ def find_readable_files(folder: Path) -> list[Path]:
     if not files:
         raise UserError(
             f"{folder}: nothing to read in this folder. Put {READABLE_EXTENSIONS_TEXT} files there, plain or "
-            f"compressed as {COMPRESSED_EXTENSIONS_TEXT}."
+            f"compressed as {COMPRESSED_EXTENSIONS_TEXT}. Plain text with other names needs a pattern: "
+            f"'{folder.joinpath('*')}'."
         )
     return sorted(files)
 

@@ -8,7 +8,7 @@ import re
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from difflib import get_close_matches
 from functools import partial
-from itertools import pairwise
+from itertools import chain, islice, pairwise
 from pathlib import Path
 from typing import Any, Literal
 
@@ -95,18 +95,17 @@ def read_table_records(
     encoding: str = "utf-8",
     name: str | None = None,
     read_progress: ReadProgress | None = None,
-    delimiter: str = ",",
+    delimiter: str = "",
     quoting: Literal[0, 3] = 0,
     bound_size: bool = False,
 ) -> NumberedRecords:
-    """Yield the rows of a table with their line numbers; the first line names the columns."""
+    """Yield the rows of a table with their line numbers; the first line names the columns. No delimiter: it tells."""
     name = name or str(path)
     csv.field_size_limit(MAX_LINE_CHARS)  # its default of 131,072 characters is too small for documents
+    lines = read_record_lines(path, encoding, name, read_progress, bound_size)
+    first = list(islice(lines, 1))
     rows = csv.reader(
-        read_record_lines(path, encoding, name, read_progress, bound_size),
-        delimiter=delimiter,
-        quoting=quoting,
-        strict=True,
+        chain(first, lines), delimiter=delimiter or csv_delimiter("".join(first)), quoting=quoting, strict=True
     )
     header: list[str] | None = None
     number = 1
@@ -125,6 +124,18 @@ def read_table_records(
             number = rows.line_num + 1
     except csv.Error as e:
         raise UserError(f"{name}:{number}: not a row of a {data_extension(path)} file ({e}).") from None
+
+
+def csv_delimiter(header: str) -> str:
+    """Return what separates the columns of a .csv file: commas, or semicolons or tabs if its first line has no comma.
+
+    Spreadsheets write semicolons in countries where a comma stands in numbers.
+
+    >>> csv_delimiter("text,label"), csv_delimiter('"text, raw";label'), csv_delimiter("text")
+    (',', ';', ',')
+    """
+    unquoted = re.sub('"[^"]*"', "", header)
+    return next((mark for mark in ",;\t" if mark in unquoted), ",")
 
 
 def read_parquet_records(
@@ -247,7 +258,7 @@ def get_column_value(record: Mapping[str, Any], role: str, column: str, where: s
         close = get_close_matches(role if alternatives else column, map(str, record), n=1)
         hint = f"Name the right one: --columns {role}={close[0] if close else 'NAME'}."
         if len(record) == 1 and ";" in names:
-            hint = "It looks separated by semicolons: save it with commas (.csv) or tabs (.tsv)."
+            hint = "It looks separated by semicolons: name it .csv."
         raise MissingColumnError(
             f"{where}: no column {quote(column)}{alternatives}; there are: {names}. {hint}", tuple(map(str, record))
         )

@@ -67,6 +67,12 @@ def test_messages(tmp_path: Path) -> None:
         ("Re: HTML\n\nHello Ada,\n\nit works.", "message 3"),
     ]
     assert corpus.describe() == "3 documents: list.mbox with one document per message"
+    (tmp_path / "one.eml").write_bytes(message("Re: Engine", ">From the start\n\nIt is ready.").as_bytes())
+    single = Corpus(tmp_path / "one.eml", keep_mail="quotes")
+    assert [(d.text, d.source) for d in single] == [
+        ("Re: Engine\n\n>From the start\n\nIt is ready.", str(tmp_path / "one.eml"))
+    ]
+    assert single.describe() == "1 document: one.eml with one document per message"
     (tmp_path / "b.mbox.gz").write_bytes(gzip.compress(path.read_bytes()))
     assert [d.text for d in Corpus(tmp_path / "b.mbox.gz")] == [d.text for d in corpus]
 

@@ -1,4 +1,4 @@
-"""Read mbox files, in which mail programs and mailing-list archives store e-mails.
+"""Read mbox files, in which mail programs and mailing-list archives store e-mails, and .eml files with one e-mail.
 
 A message begins with a line `From sender date`; inside of messages such lines are written `>From`. The text of a
 message is its plain part or, without one, its HTML part. Attachments are left out. So are quoted replies, which repeat
@@ -53,14 +53,32 @@ def read_mbox_texts(
             if data is None:
                 skipped[f"messages over {MAX_MESSAGE_BYTES:,} bytes"] += 1
                 continue
-            try:
-                text = extract_message(data, encoding, keep)
-            except (MessageError, ValueError, LookupError, AttributeError, IndexError, TypeError, RecursionError):
-                text = None  # the email package raises these for damaged headers and deep nesting
-            if text:
+            if text := try_extracting(QUOTED_FROM.sub(rb"\1", data), encoding, keep):
                 yield f"message {number}", text
             else:
                 skipped["messages without a text that can be decoded"] += 1
+
+
+def read_eml_texts(
+    path: Path, encoding: str, name: str, read_progress: ReadProgress, skipped: Counter[str], keep: Collection[str] = ()
+) -> Iterator[tuple[str, str]]:
+    """Yield the text of the one message of an .eml file."""
+    with open_decompressed(path, name, read_progress) as file:
+        data = file.read(MAX_MESSAGE_BYTES + 1)
+    if len(data) > MAX_MESSAGE_BYTES:
+        skipped[f"messages over {MAX_MESSAGE_BYTES:,} bytes"] += 1
+    elif text := try_extracting(data, encoding, keep):
+        yield "", text
+    else:
+        skipped["messages without a text that can be decoded"] += 1
+
+
+def try_extracting(data: bytes, encoding: str, keep: Collection[str]) -> str | None:
+    """Return the text of a message, or None: the email package fails for damaged headers and deep nesting."""
+    try:
+        return extract_message(data, encoding, keep)
+    except (MessageError, ValueError, LookupError, AttributeError, IndexError, TypeError, RecursionError):
+        return None
 
 
 def split_messages(file: IO[bytes], name: str) -> Iterator[bytes | None]:
@@ -102,7 +120,7 @@ MAIL_POLICY = MailPolicy()
 
 def extract_message(data: bytes, encoding: str, keep: Collection[str]) -> str | None:
     """Return the subject or the headers, and the text of a message; None if it has no text."""
-    message = BytesParser(policy=MAIL_POLICY).parsebytes(QUOTED_FROM.sub(rb"\1", data))
+    message = BytesParser(policy=MAIL_POLICY).parsebytes(data)
     assert isinstance(message, EmailMessage)
     part = message.get_body(preferencelist=("plain", "html"))
     body = extract_part(part, encoding, keep) if part is not None else None

@@ -63,6 +63,12 @@ def read_mbox(given: FormatInput) -> LocatedTexts:
     return read_mbox_texts(given.path, given.encoding, given.name, given.read_progress, given.skipped, given.keep_mail)
 
 
+def read_eml(given: FormatInput) -> LocatedTexts:
+    from firth.text.formats.mbox import read_eml_texts
+
+    return read_eml_texts(given.path, given.encoding, given.name, given.read_progress, given.skipped, given.keep_mail)
+
+
 class DocumentFormat(NamedTuple):
     """How a kind of file is read, how its documents are described, and the share of its bytes that is text, about."""
 
@@ -79,6 +85,7 @@ DOCUMENT_FORMATS = {
     ".htm": DocumentFormat(read_html, "as the main text of a web page", 0.05),
     ".pdf": DocumentFormat(read_pdf, "as the text of a PDF", 0.05),
     ".mbox": DocumentFormat(read_mbox, "with one document per message", 0.3),
+    ".eml": DocumentFormat(read_eml, "with one document per message", 0.3),
 }
 
 
