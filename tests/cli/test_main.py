@@ -568,7 +568,7 @@ MISTAKES: dict[str, tuple[Words, list[str]]] = {
     "a path that is not there": (lambda h, t: pretrain(t / "run" / "final", h["text"], t), ["no such file or folder"]),
     "an unknown key": (
         lambda h, t: pretrain("bert-tiny", h["text"], t, "model.num_layer=2"),
-        ["'model.num_layer'", "'num_layers'"],
+        ["'model.num_layer'", "'model.num_layers'"],
     ),
     "a wrong type": (
         lambda h, t: pretrain("bert-tiny", h["text"], t, "model.num_layers=two"),
@@ -654,7 +654,7 @@ MISTAKES: dict[str, tuple[Words, list[str]]] = {
     "checking an empty folder": (lambda h, t: check(t), ["nothing to read"]),
     "checking what is not text": (
         lambda h, t: check(write(t / "a.png", b"\x89PNG")),
-        ["a.png", "unsupported file type"],
+        ["a.png", "not UTF-8"],
     ),
     "checking a binary .txt": (lambda h, t: check(write(t / "a.txt", b"\x89PNG\xff\x00")), ["a.txt", "not UTF-8"]),
     "checking with no tokenizer": (lambda h, t: check(h["text"], "--tokenizer", t), ["holds no tokenizer"]),
@@ -750,7 +750,7 @@ MISTAKES: dict[str, tuple[Words, list[str]]] = {
         ["keeps its tokenizer", "--vocab-size"],
     ),
     "semicolons": (
-        lambda h, t: finetune(h, t, dev=write(t / "c.csv", "text;label\na cat;cat\n")),
+        lambda h, t: finetune(h, t, dev=write(t / "c.tsv", "text;label\na cat;cat\n")),
         ["no column 'text'", "semicolons"],
     ),
     "prompts not utf-8": (

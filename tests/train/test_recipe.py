@@ -75,7 +75,7 @@ def test_kinds_inside_a_new_kind() -> None:
         ("model.position.kind=Rotory", r"model.position: unknown kind 'Rotory'. Did you mean 'Rotary'"),
         ("model.head.kind=[red]", r"model.head: unknown kind \['red'\]"),
         ("lerning_rate=1", r"Unknown key 'lerning_rate'.*'learning_rate'"),
-        ("model.num_layer=1", r"Unknown key 'model.num_layer'.*'num_layers'.*in model"),
+        ("model.num_layer=1", r"Unknown key 'model.num_layer'.*'model.num_layers'"),
         ("model.dim.x=1", r"Unknown key 'model.dim.x'"),
         ("max_steps=many", r"max_steps: 'many' is not a whole number"),
         ("max_steps=1.5", r"max_steps: 1.5 is not a whole number"),

@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from functools import partial
 from importlib.metadata import version
 from io import TextIOWrapper
-from itertools import chain
+from itertools import chain, pairwise
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -48,6 +48,28 @@ INTERRUPTED_EXIT_CODE = 130  # after Ctrl-C
 # A wrong path or a folder without permission is a user's mistake (exit code 2); a full disk is not.
 USER_ERROR_TYPES = (PermissionError, FileNotFoundError, FileExistsError, NotADirectoryError, IsADirectoryError)
 USER_ERRNOS = (errno.ENAMETOOLONG, errno.ELOOP)
+OPTION_SYNONYMS = {  # names of other programs, for messages
+    "lr": "--learning-rate",
+    "epochs": "--num-train-epochs",
+    "num-epochs": "--num-train-epochs",
+    "steps": "--max-steps",
+    "batch-size": "--per-device-train-batch-size",
+    "bs": "--per-device-train-batch-size",
+    "o": "--output-dir",
+    "out": "--output-dir",
+    "output": "--output-dir",
+    "train-file": "--train",
+    "validation-file": "--dev",
+    "valid": "--dev",
+    "test": "--dev",
+    "max-length": "--max-seq-length",
+    "block-size": "--max-seq-length",
+    "max-tokens": "--max-new-tokens",
+    "beams": "--num-beams",
+    "force": "--overwrite",
+    "gpu": "--device",
+    "lora-r": "--lora-rank",
+}
 
 
 @command(
@@ -832,6 +854,14 @@ def describe_usage_error(error: TyperException) -> str:
     hint = f" Run `{context.command_path} --help`." if context is not None else ""
     if parameter is not None:
         name = parameter.opts[0] if parameter.opts[0].startswith("-") else parameter.metavar or parameter.name.upper()
+        positional = [arg for before, arg in pairwise(sys.argv[2:]) if not before.startswith("-")]
+        if name == "--data" and (path := next((arg for arg in positional if Path(arg).exists()), "")):
+            return f"--data is missing: name the text with it, --data {path}.{hint}"
         return f"{name} is missing.{hint}"
+    if given := getattr(error, "option_name", ""):
+        known = [option for own in context.command.params for option in own.opts] if context is not None else []
+        wanted = given.lower().replace("_", "-")
+        if (same := wanted if wanted in known else OPTION_SYNONYMS.get(wanted.lstrip("-"), "")) in known:
+            return f"No such option: {given}. Did you mean {same}?{hint}"
     message = shorten(error.format_message(), MAX_REASON_CHARS)
     return message + ("" if message.endswith((".", "?")) else ".") + hint

@@ -15,6 +15,7 @@ from firth.commands.results import FinetuneResult
 from firth.core.console import quiet
 from firth.core.errors import UserError, did_you_mean, quote
 from firth.models import ModelConfig, read_config
+from firth.models.presets import checkpoint_hint
 from firth.recipes import finetuning_defaults, preference_defaults, with_rate_candidates
 from firth.recipes import named_finetuning_defaults as named_recipe
 from firth.recipes.finetuning import FINETUNE_RECIPES
@@ -157,7 +158,7 @@ def read_finetune_config(checkpoint: str | Path) -> ModelConfig:
     """Read the config of a checkpoint; a path that is none is an error that says how to make one."""
     if not Path(checkpoint).is_dir():
         export = " `firth export FILE --format firth` makes one of a file of word vectors." * Path(checkpoint).is_file()
-        raise UserError(f"{checkpoint} is not a checkpoint folder. `firth pretrain` makes one: RUN/final.{export}")
+        raise UserError(f"{checkpoint} is not a checkpoint folder. {checkpoint_hint(checkpoint)}{export}")
     return read_config(checkpoint)
 
 

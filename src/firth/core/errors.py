@@ -5,13 +5,15 @@ from __future__ import annotations
 import difflib
 import re
 import signal
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
+from types import MappingProxyType
 from typing import Any
 
 MAX_LISTED_CHOICES, NUM_EXCERPT_CHOICES = 60, 10  # more than 60 choices are cut to the first 10
 MAX_QUOTED_CHARS = 60  # of a user's value in a message
 MAX_REASON_CHARS = 200  # of another library's message in ours
 MAX_WORD_CHARS = 500  # of a message; paths are shorter
+NO_SYNONYMS: Mapping[str, str] = MappingProxyType({})
 LONG_WORD = re.compile(rf"\S{{{MAX_WORD_CHARS + 1},}}")
 
 
@@ -98,13 +100,19 @@ def list_names(names: Iterable[object], max_names: int = 20) -> str:
     return ", ".join(map(shorten, names[:max_names])) + rest
 
 
-def did_you_mean(name: str, choices: Iterable[str]) -> str:
+def did_you_mean(name: str, choices: Iterable[str], synonyms: Mapping[str, str] = NO_SYNONYMS) -> str:
     """Return a sentence that names the nearest valid choice or, if none is near, lists the choices.
+
+    `synonyms` are the choices under the names that other programs give them.
 
     >>> did_you_mean("bert-tinny", ["bert-tiny", "gpt2-tiny"])
     "Did you mean 'bert-tiny'?"
+    >>> did_you_mean("ner", ["tag", "pair"], {"ner": "tag"})
+    "Did you mean 'tag'?"
     """
     choices = sorted(choices)
+    if (same := synonyms.get(name.lower().replace("_", "-"))) in choices:
+        return f"Did you mean {quote(same)}?"
     close = difflib.get_close_matches(name[:MAX_REASON_CHARS], choices, n=1, cutoff=0.6)
     if close:
         return f"Did you mean {quote(close[0])}?"

@@ -35,12 +35,14 @@ from firth.evaluate.report import write_evaluation_report
 from firth.evaluate.vectors import evaluate_analogies, evaluate_word_similarity, load_word_vectors
 from firth.metrics import compute_metrics
 from firth.models import load_model, read_config
+from firth.models.presets import checkpoint_hint
 from firth.static.ngram import is_ngram
 from firth.tasks import FINETUNE_TASKS, Prediction, format_predictions, make_task, make_task_without_examples
 from firth.tasks.head_task import HeadTask
 from firth.tasks.recipe import read_task_file
 from firth.tasks.span_qa import SpanQATask
 from firth.text import Corpus, Example, RowNotes, read_labelled
+from firth.text.examples import TASK_SYNONYMS
 from firth.text.labelled_row import MAX_LISTED_ROWS
 from firth.text.suite import PLAIN_TEXT_TASKS
 from firth.tokens import load_tokenizer
@@ -178,10 +180,10 @@ def check_evaluation(
 ) -> None:
     """Refuse a wrong task, checkpoint or setting before any data are read."""
     if task not in EVALUATION_TASKS:
-        raise UserError(f"Unknown task {quote(task)}. {did_you_mean(task, EVALUATION_TASKS)}")
+        raise UserError(f"Unknown task {quote(task)}. {did_you_mean(task, EVALUATION_TASKS, TASK_SYNONYMS)}")
     if not checkpoint.is_dir() and not (task in VECTOR_FILE_TASKS and checkpoint.is_file()):
         also = ", nor a file of word vectors" if task in VECTOR_FILE_TASKS else ""
-        raise UserError(f"{checkpoint} is not a checkpoint folder{also}. `firth pretrain` makes one: RUN/final.")
+        raise UserError(f"{checkpoint} is not a checkpoint folder{also}. {checkpoint_hint(checkpoint)}")
     tuned, in_context = task_metadata.get("task"), "shots" in settings
     if in_context and task not in IN_CONTEXT_TASKS:
         raise UserError(f"shots are for the tasks {', '.join(IN_CONTEXT_TASKS)}, not for {task}.")

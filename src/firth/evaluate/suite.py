@@ -24,6 +24,7 @@ from firth.evaluate.likelihood import choose_scoring_method, text_metric_names
 from firth.evaluate.report import write_run_report_and_card
 from firth.metrics import f1, format_metric, mean_and_std, squad_per_question
 from firth.models import read_config
+from firth.models.presets import checkpoint_hint
 from firth.recipes import finetuning_defaults, with_rate_candidates
 from firth.static.ngram import is_ngram
 from firth.tasks import (
@@ -93,7 +94,7 @@ def evaluate_suite(
     """
     checkpoint, folder = Path(checkpoint), Path(output_dir)
     if not checkpoint.is_dir():
-        raise UserError(f"{checkpoint} is not a checkpoint folder. `firth pretrain` makes one: RUN/final.")
+        raise UserError(f"{checkpoint} is not a checkpoint folder. {checkpoint_hint(checkpoint)}")
     available, all_names = find_suite_tasks(suite, data)
     chosen = select_suite_tasks(available, tasks)
     check_suite_tasks(checkpoint, chosen, folder, seeds, options or {})

@@ -31,6 +31,7 @@ from firth.evaluate.text_bits import BitsChange, TextBits, compare_text_bits, me
 from firth.generate.decode_state import check_has_lm_head
 from firth.lab.adapt_texts import SplitText, TextSample
 from firth.models import Model, flops_per_token, grow_embeddings, load_model, read_config, write_model
+from firth.models.presets import checkpoint_hint
 from firth.static.ngram import is_ngram
 from firth.text import Document
 from firth.tokens import Tokenizer, load_tokenizer
@@ -58,7 +59,7 @@ OWN_RUN_FIELDS = ("max_seq_length", "order", "memory", "split")  # kept from the
 def check_adaptable(checkpoint: Path) -> None:
     """Raise UserError for a folder whose model cannot be trained further on text, or not measured."""
     if not checkpoint.is_dir():
-        raise UserError(f"{checkpoint} is not a checkpoint folder. `firth pretrain` makes one: RUN/final.")
+        raise UserError(f"{checkpoint} is not a checkpoint folder. {checkpoint_hint(checkpoint)}")
     if (checkpoint / "adapter_config.json").is_file():
         raise UserError(
             f"{checkpoint} is an adapter (LoRA), not a model. Merge it into its base first, or adapt the base."

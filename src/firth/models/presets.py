@@ -10,9 +10,10 @@ from __future__ import annotations
 import re
 from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
-from firth.core.errors import UserError, did_you_mean, quote
+from firth.core.errors import UserError, did_you_mean, list_names, quote
 from firth.models.config import (
     BAG_OF_WORDS_FAMILY,
     BottleneckConfig,
@@ -700,6 +701,38 @@ def get_preset(name: str) -> ModelConfig:
     if shape := SHAPE_PATTERN.fullmatch(name):
         return shaped_model(shape[1], int(shape[2]), int(shape[3]))
     if name not in PRESETS:
-        known = [*ARCHITECTURE_FAMILIES, *PRESETS]
-        raise UserError(f"Unknown model {quote(name)}. {did_you_mean(name, known)} `firth models` lists them all.")
+        raise UserError(f"Unknown model {quote(name)}. {suggest_preset(name)} `firth models` lists them all.")
     return PRESETS[name]
+
+
+def suggest_preset(name: str) -> str:
+    """Return a sentence on what an unknown name may mean: a family without a size, a published checkpoint, a typo.
+
+    >>> suggest_preset("spanbert"), suggest_preset("bert-tinny")
+    ('Name a size: spanbert-tiny, spanbert-mini, spanbert-base, spanbert-large.', "Did you mean 'bert-tiny'?")
+    """
+    if sizes := [preset for preset in PRESETS if preset.rpartition("-")[0] == name]:
+        return f"Name a size: {list_names(sizes)}."
+    published = name.rpartition("/")[2]
+    if same := max((preset for preset in PRESETS if published.startswith(f"{preset}-")), key=len, default=""):
+        return f"Did you mean {quote(same)}, with new weights? {download_hint(name)}"
+    return did_you_mean(name, [*ARCHITECTURE_FAMILIES, *PRESETS])
+
+
+def download_hint(name: str) -> str:
+    return f"`hf download {name} --local-dir {name.rpartition('/')[2]}` fetches published weights."
+
+
+def checkpoint_hint(path: str | Path) -> str:
+    """Return where the checkpoint comes from that a path should name: a run, or a published one, if it may be its name.
+
+    >>> checkpoint_hint("bert-tiny"), checkpoint_hint("a/b")[:31]
+    ('It is a preset: `firth pretrain bert-tiny` makes a checkpoint, RUN/final.', '`hf download a/b --local-dir b`')
+    """
+    name = Path(path)
+    if is_preset(str(path)):
+        return f"It is a preset: `firth pretrain {path}` makes a checkpoint, RUN/final."
+    may_be_published = not name.is_absolute() and len(name.parts) <= 2 and not name.exists()
+    if may_be_published and (len(name.parts) == 1 or not name.parent.exists()):
+        return f"{download_hint(str(path)).removesuffix('.')}, `firth pretrain` makes new ones: RUN/final."
+    return "`firth pretrain` makes one: RUN/final."

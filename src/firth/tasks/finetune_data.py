@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from firth.core.console import format_count, say, warn
-from firth.core.errors import UserError, list_names, quote, shorten
+from firth.core.errors import UserError, did_you_mean, list_names, quote, shorten
 from firth.core.files import write_json
 from firth.metrics import are_span_tags, find_stray_tags
 from firth.tasks.distill import ExtraExample, read_unlabeled
@@ -125,7 +125,8 @@ def check_labels(train: Sequence[Example], dev: Sequence[Example], recipe: Finet
     for e in dev:
         if e.target not in labels:
             name, label = f"{recipe.dev}, example {shorten(e.id)}", quote(e.target)
-            raise UserError(f"{name}: the label {label} does not occur in {recipe.train}.")
+            near = did_you_mean(str(e.target), map(str, labels))
+            raise UserError(f"{name}: the label {label} does not occur in {recipe.train}. {near}")
     if unseen := [label for label in labels if label not in {e.target for e in dev}]:
         warn(f"{recipe.dev} has no example of {list_names(unseen, 10)}: nothing is known about them.")
 

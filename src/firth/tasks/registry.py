@@ -38,6 +38,7 @@ from firth.tasks.task import Task
 from firth.tasks.text_labels import TASK_PROMPTS, make_verbalized_task, round_regression_labels
 from firth.tasks.text_to_text import AnswerConfig, TextToTextTask, make_answer_config
 from firth.text import Example
+from firth.text.examples import TASK_SYNONYMS
 from firth.tokens import Tokenizer
 
 BART_HEAD_TASKS = ("classify", "pair", "regress", "relation", "word-in-context", "span-qa", "tag")
@@ -63,7 +64,7 @@ def make_task(
     holds them.
     """
     if name not in FINETUNE_TASKS:
-        raise UserError(f"Unknown task {quote(name)}. {did_you_mean(name, FINETUNE_TASKS)}")
+        raise UserError(f"Unknown task {quote(name)}. {did_you_mean(name, FINETUNE_TASKS, TASK_SYNONYMS)}")
     learns = not isinstance(examples_or_metadata, Mapping)
     facts = (
         infer_task_metadata(name, examples_or_metadata, config, recipe)

@@ -380,3 +380,26 @@ TASK_FORMATS = {
     "word-similarity": TaskFormat(("word1", "word2", "score"), parse_word_similarity_row),
     "analogy": TaskFormat(("section", "a", "b", "c", "d"), parse_analogy_row),
 }
+
+# Names of transformers, TRL and the papers, for messages.
+TASK_SYNONYMS = {
+    synonym: task
+    for task, synonyms in {
+        "classify": "classification text-classification sequence-classification sentiment sentiment-analysis topic",
+        "pair": "nli entailment paraphrase",
+        "regress": "regression sts similarity",
+        "tag": "ner pos chunking tagging token-classification",
+        "span-qa": "qa squad question-answering",
+        "text-to-text": "summarization translation seq2seq text2text-generation",
+        "choice": "multiple-choice",
+        "word-in-context": "wic",
+        "lm": "sft clm chat causal-lm instruction language-modeling",
+        "preference": "dpo kto orpo ipo simpo",
+        "reward": "rm reward-model",
+        "embed": "retrieval sentence-similarity feature-extraction sentence-embedding",
+        "perplexity": "ppl",
+        "minimal-pairs": "blimp",
+        "cloze": "lambada",
+    }.items()
+    for synonym in synonyms.split()
+}

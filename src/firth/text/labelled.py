@@ -13,7 +13,7 @@ from firth.core.parse import parse_json
 from firth.text import python_docs
 from firth.text.corpus import Corpus
 from firth.text.documents import Example as Example
-from firth.text.examples import TASK_FORMATS
+from firth.text.examples import TASK_FORMATS, TASK_SYNONYMS
 from firth.text.filters import replace_lone_surrogates
 from firth.text.formats.conll import read_conll_records
 from firth.text.formats.glue import detect_glue_task, read_glue_records
@@ -54,7 +54,7 @@ def read_labelled(
     dropped rows.
     """
     if task not in TASK_FORMATS:
-        raise UserError(f"unknown task {quote(task)}. {did_you_mean(task, TASK_FORMATS)}")
+        raise UserError(f"unknown task {quote(task)}. {did_you_mean(task, TASK_FORMATS, TASK_SYNONYMS)}")
     if path == python_docs.PYDOCS_NAME:
         return python_docs.make_pydocs_examples(task, split)
     if path == python_docs.PYDOCS_TEST_NAME:

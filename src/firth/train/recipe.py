@@ -5,8 +5,9 @@ from __future__ import annotations
 import math
 import operator
 import zlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, fields
+from difflib import get_close_matches
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
@@ -657,7 +658,7 @@ def parse_overrides(args: Sequence[str]) -> dict[str, Any]:
     for arg in args:
         key, equals, value = arg.partition("=")
         if not equals or not key:
-            hint = f" Name each file with its own option: --data {arg}." if Path(arg).exists() else ""
+            hint = f" Name each file with its own option, as in --data {arg}." if Path(arg).exists() else ""
             raise UserError(f"{quote(arg)} is not key=value.{hint}")
         if key in overrides:
             raise UserError(f"{key} is given twice: {quote(arg)} would replace {quote(overrides[key])}. Leave one.")
@@ -683,10 +684,7 @@ def apply_overrides(recipe: RecipeT, changes: Mapping[str, Any]) -> RecipeT:
         for depth, name in enumerate([*path, last]):
             if not isinstance(node, dict) or (name not in node and not (has_user_keys and depth >= 1)):
                 known = node if isinstance(node, dict) else {}
-                parent = ".".join(key.split(".")[:depth])
-                raise UserError(
-                    f"Unknown key {quote(key)}. " + did_you_mean(name, known) + (f" (in {parent})" if parent else "")
-                )
+                raise UserError(f"Unknown key {quote(key)}. {suggest_key(key, depth, known)}")
             if depth < len(path):
                 node = node.setdefault(name, {})
         is_new_kind = last == TYPE_KEY and value != node.get(last)
@@ -695,6 +693,18 @@ def apply_overrides(recipe: RecipeT, changes: Mapping[str, Any]) -> RecipeT:
             node.update(defaults)
         node[last] = value
     return from_dict(tree, type(recipe), "recipe")
+
+
+def suggest_key(key: str, depth: int, known: Collection[str]) -> str:
+    """Return a sentence with the nearest right key; `known` are the names that may stand at `depth` of it.
+
+    >>> suggest_key("modle.num_layers", 0, ["model", "optim"]), suggest_key("model.dims", 1, ["dim", "norm"])
+    ("Did you mean 'model.num_layers'?", "Did you mean 'model.dim'?")
+    """
+    path = key.split(".")
+    if near := get_close_matches(path[depth], known, n=1):
+        return f"Did you mean {quote('.'.join([*path[:depth], near[0], *path[depth + 1 :]]))}?"
+    return did_you_mean(path[depth], known) + (f" (in {'.'.join(path[:depth])})" if depth else "")
 
 
 def kinds_first(keys: Sequence[str]) -> list[str]:
