@@ -20,9 +20,11 @@ from safetensors.torch import load_file, save_file
 from tasks.small import parts as small_parts
 from tasks.test_resume import stop_in_seed
 
+import firth
 from firth.core.errors import UserError
 from firth.core.files import find_corruption, replace_nonfinite
 from firth.evaluate import evaluate
+from firth.evaluate.likelihood import make_scorer
 from firth.metrics import compute_metrics
 from firth.models import (
     AuxiliaryLM,
@@ -804,6 +806,10 @@ def test_a_missing_lm_head_is_reported_once(
     finetune(recipe(folder, toy, tmp_path / "run", max_target_length=8, **fields))
     said = " ".join(capsys.readouterr().err.split())
     assert said.count("body has no head for this (head.") == times
+    if lost:  # random weights would answer
+        for ask in (lambda: firth.generate(folder, "the cat"), lambda: make_scorer(folder)):
+            with pytest.raises(UserError, match=r"saved without its LM head.*firth pretrain"):
+                ask()
 
 
 # --- what several seeds come to

@@ -99,12 +99,12 @@ def load_for_generation(
 
     A model that is already loaded has no task file, and gets the prompts unchanged. It also stays on its device.
     """
-    from firth.models import load_model
+    from firth.generate.decode_state import load_language_model
     from firth.tasks import encode_task_prompts, finetuned_generation_settings
 
     if not isinstance(checkpoint, str | Path):
         return checkpoint, encode_task_prompts(checkpoint, {}, prompts, chat), {}
-    model, facts = load_model(checkpoint), read_task_file(Path(checkpoint))
+    model, facts = load_language_model(checkpoint), read_task_file(Path(checkpoint))
     encoded = encode_task_prompts(model, facts, prompts, chat)
     model = move_for_generation(model, bf16)
     return model, encoded, finetuned_generation_settings(model, facts)
@@ -159,6 +159,7 @@ def generate_in_batches(
 def fill(checkpoint: str | Path | Model, text: str, top: int = 5) -> Blanks:
     """The most likely words for the blanks of a text."""
     from firth.generate import fill as fill_blanks
-    from firth.models import load_model
+    from firth.generate.decode_state import load_language_model
 
-    return fill_blanks(load_model(checkpoint) if isinstance(checkpoint, str | Path) else checkpoint, text, top)
+    model = load_language_model(checkpoint) if isinstance(checkpoint, str | Path) else checkpoint
+    return fill_blanks(model, text, top)

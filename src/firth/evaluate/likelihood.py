@@ -37,7 +37,7 @@ from tokenizers import Encoding
 from firth.core.console import format_count, progress, truncation_messages
 from firth.core.errors import UserError, did_you_mean, quote
 from firth.evaluate.logprobs import EVAL_BATCH_TOKENS, LogprobQuery, TokenLogprobs, compute_logprobs
-from firth.generate.decode_state import check_has_lm_head, require_tokenizer
+from firth.generate.decode_state import check_has_lm_head, refuse_random_head, require_tokenizer
 from firth.metrics import bits_per_byte
 from firth.metrics import perplexity as as_perplexity
 from firth.models import Model, ModelConfig, load_model, make_sequence_template
@@ -108,6 +108,8 @@ def make_scorer(
     """
     model = open_model(checkpoint)
     name, kind = choose_scoring_method(model.config, method)
+    if not isinstance(checkpoint, Model):
+        refuse_random_head(model, checkpoint)
     return kind(model, name, max_seq_length, stride, batch_tokens)
 
 

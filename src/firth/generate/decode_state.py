@@ -33,6 +33,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Protocol
 
 import numpy as np
@@ -51,6 +52,7 @@ from firth.models import (
     ModelConfig,
     Stack,
     get_eos_token_ids,
+    load_model,
     make_sequence_template,
 )
 from firth.models.config import BAG_OF_WORDS_FAMILY, AWDLSTMConfig, ELMoConfig
@@ -379,6 +381,21 @@ def check_can_generate(model: Model) -> tuple[int, ...]:
     if model.config.architecture == "encoder" and not can_write:
         raise UserError("An encoder cannot generate text. It can fill blanks: firth fill CHECKPOINT 'The ___ is red.'")
     return get_eos_token_ids(model, require_tokenizer(model).vocab)
+
+
+def load_language_model(checkpoint: str | Path) -> Model:
+    model = load_model(checkpoint)
+    refuse_random_head(model, checkpoint)
+    return model
+
+
+def refuse_random_head(model: Model, source: str | Path) -> None:
+    """Raise UserError for a checkpoint without its LM head, as many are published: random weights would answer."""
+    if model.has_random_head and isinstance(model.config.head, LMHead):
+        raise UserError(
+            f"{source} was saved without its LM head, so it predicts no words. `firth embed` and `firth finetune` "
+            f"need none, `firth pretrain {source} --data TEXT` trains a new one."
+        )
 
 
 def check_has_lm_head(config: ModelConfig) -> None:

@@ -108,6 +108,7 @@ class Model(nn.Module):
     forced_tokens: ForcedTokens | None = None  # from its checkpoint; None: the family's default
     eos_token_ids: tuple[int, ...] | None = None  # the list in its checkpoint; None: the template's end token
     distillation: TaskDistillation | None = None  # of a student that learns a task from a teacher
+    has_random_head = False  # its checkpoint had no head
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()

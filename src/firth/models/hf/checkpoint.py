@@ -123,6 +123,7 @@ def copy_weights(model: Model, state: dict[str, Tensor], source: str, new_head: 
         raise UserError(
             f"{source}: {len(required)} tensors of the model are missing, such as {', '.join(required[:3])}."
         )
+    model.has_random_head = any(name.startswith("head.") and parameters[name].ndim > 1 for name in missing)
     if missing and not new_head:
         examples = ", ".join(missing[:3]) + (f" and {len(missing) - 3} more" if len(missing) > 3 else "")
         warn(f"{source} has no head for this ({examples}): it starts fresh.")
