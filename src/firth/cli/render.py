@@ -100,7 +100,7 @@ def print_json(value: Any) -> None:
 
 
 def print_result(result: Mapping[str, Any], as_json: bool, title: str) -> None:
-    """The JSON of a command, or a table of names and values. Of several processes only the main one prints."""
+    """The JSON of a command, or a table of its names and values. Of several processes only the main one prints."""
     if stdout_console.quiet:
         return
     if as_json:
@@ -112,7 +112,11 @@ def print_result(result: Mapping[str, Any], as_json: bool, title: str) -> None:
     for name, value in result.items():
         if isinstance(value, dict) and any(isinstance(part, list) for part in value.values()):
             rows += [(f"{name}: {key}", format_value(part)) for key, part in value.items()]
-        else:
+        elif isinstance(value, list) and all(isinstance(part, dict) for part in value):  # the first entry is a name
+            for part in value:
+                (_, part_name), *facts = part.items()
+                rows.append((f"{name}: {part_name}", format_value(dict(facts))))
+        elif value is not None:
             rows.append((name, format_with_deviation(name, [value], None)[0]))
     show_table(title, ["", ""], rows)
 
@@ -186,7 +190,10 @@ def print_diagnosis(result: Mapping[str, Any]) -> None:
     for reason in result["not_examined"]:
         print_text(f"\nnot examined: {reason}")
     if not result["findings"]:
-        print_text(f"healthy: {result['rules']} rules, no finding")
+        is_whole = not result["not_examined"]
+        print_text(
+            f"healthy: {result['rules']} rules, no finding" if is_whole else f"no finding of {result['rules']} rules"
+        )
 
 
 def readable_estimate(result: Mapping[str, Any]) -> dict[str, Any]:

@@ -81,8 +81,10 @@ def write_shards(
     options |= {"total_bytes": corpus.total_bytes, "salient": salient, "resume": resume, "workers": workers}
     prepare_shards(corpus, tokenizer, folder, held_out, **options)
     remember_verified(folder)  # their checksums were just computed
-    say(corpus.describe())
-    return summarize_shards(folder)
+    summary = summarize_shards(folder)
+    dropped = summary["duplicates"]
+    say(corpus.describe() + (f"; {format_count(dropped, 'duplicate')} dropped" if dropped else ""))
+    return summary
 
 
 def summarize_shards(folder: Path) -> dict[str, Any]:

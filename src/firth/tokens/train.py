@@ -152,8 +152,8 @@ def train_backend(
     backend = assemble_backend(layout, vocab)
     if num_cut := long_words["cut"]:
         say(f"{format_count(num_cut, 'word')} of more than {MAX_TRAINING_WORD_CHARS:,} characters: cut for training.")
-    if (size := backend.get_vocab_size()) < vocab_size:
-        say(f"The text gives {size:,} tokens, fewer than the {vocab_size:,} of --vocab-size.")
+    if (size := backend.get_vocab_size()) < vocab_size and kind != "word":  # whose size is a limit
+        say(f"The text gives {size:,} tokens: it is too short for a vocabulary of {vocab_size:,}.")
     return backend
 
 
