@@ -42,6 +42,7 @@ FOREIGN_OPTIONS = {
     "--project",
     "--backend-store-uri",
     "--strict",
+    "--local-dir",
 }
 FOREIGN_NAMES = {"numpy", "pytest", "torchrun"}
 
