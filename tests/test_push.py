@@ -100,6 +100,23 @@ def test_a_card_that_was_edited_stays(server: HubServer, run: Path, tmp_path: Pa
     assert b"Animals of my town" not in server.repos["me/town"]["branches"]["main"]["README.md"]
 
 
+def test_a_card_that_is_a_link_is_not_published(server: HubServer, run: Path, tmp_path: Path) -> None:
+    """A model folder of somebody else may have a link to a person's file in place of its card."""
+    shutil.copytree(run, tmp_path / "run")
+    (tmp_path / "id_rsa").write_text("secret")
+    card = tmp_path / "run" / "final" / "README.md"
+    card.unlink()
+    card.symlink_to(tmp_path / "id_rsa")
+    with pytest.raises(UserError, match=r"README\.md is a link to a file outside of"):
+        firth.push(tmp_path / "run", "me/stolen")
+    assert "README.md" not in server.repos["me/stolen"]["branches"]["main"]
+    with pytest.raises(UserError, match=r"README\.md is a link to a file outside of"):
+        firth.export(tmp_path / "run" / "final", tmp_path / "out")
+    with pytest.raises(UserError, match=r"README\.md is a link to a file outside of"):
+        write_export_card(card.parent, tmp_path, tmp_path / "out", "onnx", "")
+    assert not (tmp_path / "out").exists()
+
+
 def save_sharded(model: Path, folder: Path) -> None:
     """Write a model folder with its weights in two files and their index, as FSDP saves them."""
     weights = load_file(model / "model.safetensors")

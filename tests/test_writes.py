@@ -16,7 +16,7 @@ WRITER = "core/files.py"
 FUNCTIONS = {
     *("create_file", "open_in_place", "save_file", "np.save", "np.savez", "np.savez_compressed", "torch.save"),
     *("os.open", "os.fdopen", "os.truncate", "json.dump", "pickle.dump", "yaml.dump", "sqlite3.connect"),
-    *("shutil.copy", "shutil.copy2", "shutil.copyfile", "shutil.copytree", "shutil.move"),
+    *("copy_file", "shutil.copy", "shutil.copy2", "shutil.copyfile", "shutil.copytree", "shutil.move"),
     *("tempfile.mkstemp", "mkstemp", "NamedTemporaryFile", "tempfile.NamedTemporaryFile"),
 }
 METHODS = {"tofile", "touch", "write_text", "write_bytes", "symlink_to", "hardlink_to"}

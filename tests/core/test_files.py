@@ -13,6 +13,7 @@ from firth.core.errors import UserError
 from firth.core.files import (
     atomic_folder,
     check_output_folder,
+    copy_file,
     file_sha256,
     find_corruption,
     open_in_place,
@@ -290,3 +291,30 @@ def test_a_manifest_of_another_form_is_damage(files: str, tmp_path: Path) -> Non
 def test_checksum_is_sha256(tmp_path: Path) -> None:
     (tmp_path / "empty").write_bytes(b"")
     assert file_sha256(tmp_path / "empty") == "e3b0c44298fc1c149afbf4c8996fb92427ae41e4649b934ca495991b7852b855"
+
+
+def test_a_link_out_of_a_folder_is_not_copied(tmp_path: Path) -> None:
+    """Its target may be a person's file, and the copy may be published. Links of the Hub's cache stay inside of it."""
+    model, secret = tmp_path / "snapshots" / "abc", tmp_path / "blobs" / "123"
+    for folder in (model, secret.parent, tmp_path / "copy"):
+        folder.mkdir(parents=True)
+    secret.write_text("x")
+    (model / "card").symlink_to(secret)
+    copy_file(model / "card", tmp_path / "copy" / "a" / "b" / "card", model)
+    assert (tmp_path / "copy" / "a" / "b" / "card").read_text() == "x"
+    other = tmp_path / "model"
+    (model / "folder").symlink_to(secret.parent)
+    model.rename(other)
+    for name in ("card", "folder/123"):
+        with pytest.raises(UserError, match="is a link to a file outside of"):
+            copy_file(other / name, tmp_path / "copy" / "card", other)
+    assert not (tmp_path / "copy" / "card").exists()
+
+
+def test_a_card_that_is_a_link_is_foreign(tmp_path: Path) -> None:
+    (tmp_path / "mine.txt").write_text("years of work")
+    with atomic_folder(tmp_path / "model") as new:
+        (new / "file").write_text("x")
+    (tmp_path / "model" / "README.md").symlink_to(tmp_path / "mine.txt")
+    with pytest.raises(UserError, match=r"did not write.*README\.md"), atomic_folder(tmp_path / "model"):
+        pass

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from firth.core import parse
 from firth.core.errors import UserError
 from firth.core.files import read_json, read_yaml
 from firth.core.parse import parse_json, parse_yaml
@@ -34,6 +35,7 @@ BAD_YAML = {
     "a control character": ("a: 1\nb: \x00", "f:2: not valid YAML (the character 0x0 is not allowed)."),
     "10,000 brackets": (10_000 * "{a: ", "f: not valid YAML (lists or objects are nested too deeply)."),
     "101 brackets": (101 * "[" + 101 * "]", "f: not valid YAML (lists or objects are nested too deeply)."),
+    "too many characters": (1_000_001 * "a", "f has 1,000,001 characters, and YAML may have 1,000,000."),
     "aliases of aliases": (ALIASES, "f: its aliases stand for more than 100,000 values"),
     "an alias in itself": ("a: &a [*a]", "f: its aliases stand for more than 100,000 values, or for themselves."),
 }
@@ -61,6 +63,14 @@ def test_bad_yaml_is_one_line(case: str) -> None:
         parse_yaml(text, "f")
     assert str(caught.value).startswith(message)
     assert "\n" not in str(caught.value)
+
+
+def test_yaml_has_a_bound_of_values(monkeypatch: pytest.MonkeyPatch) -> None:
+    """PyYAML reads some ten thousand values a second."""
+    monkeypatch.setattr(parse, "MAX_YAML_VALUES", 10)
+    assert parse_yaml("[" + 8 * "1," + "1]", "f") == 9 * [1]
+    with pytest.raises(UserError, match=r"^f:1:20: not valid YAML \(more than 10 values\)\.$"):
+        parse_yaml("[" + 9 * "1," + "1]", "f")
 
 
 def test_what_is_not_too_deep() -> None:

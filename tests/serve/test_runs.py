@@ -594,3 +594,15 @@ def test_the_doctor_runs_as_an_idle_process(tmp_path: Path, monkeypatch: pytest.
     with pytest.raises(UserError, match="the doctor knows language models and fine-tunings"):
         run_notes.examine_at_idle_priority(Path("-run"), hold)
     assert policies == [os.SCHED_IDLE]
+
+
+def test_a_log_that_becomes_a_pipe_holds_nobody(tmp_path: Path) -> None:
+    """Opening a pipe waits for a writer, and the list of all runs would wait with it."""
+    run = WatchedRun("run", make_run(tmp_path / "run"))
+    run.update()
+    assert len(run.rows) == 3
+    for name in ("log.jsonl", "timings.jsonl", "recipe.yaml"):
+        (tmp_path / "run" / name).unlink(missing_ok=True)
+        os.mkfifo(tmp_path / "run" / name)
+    run.update()
+    assert len(run.rows) == 3

@@ -8,7 +8,7 @@ from typing import Any
 
 from firth.core.console import say, warn
 from firth.core.errors import UserError
-from firth.core.files import MODEL_CARD_FILE, format_bytes, read_manifest, read_utf8
+from firth.core.files import MODEL_CARD_FILE, check_link_stays_inside, format_bytes, read_manifest, read_utf8
 
 
 def push(
@@ -46,6 +46,7 @@ def read_card(folder: Path, repo: str, new_card: bool = False) -> str | None:
     from firth.evaluate.export_card import UNKNOWN_REPO
 
     file = folder / MODEL_CARD_FILE
+    check_link_stays_inside(file, folder)
     written = read_utf8(file) if file.is_file() and not new_card else None
     if (kind := read_manifest(folder).get("kind")) != "model":
         if new_card:

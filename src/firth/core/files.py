@@ -169,6 +169,25 @@ def read_utf8(path: Path) -> str:
         raise UserError(f"{path}:{line}: not UTF-8 (the byte {e.object[e.start]:#04x}).") from None
 
 
+def check_link_stays_inside(file: Path, folder: Path) -> None:
+    """Raise a UserError for a link out of a folder: a copy of its target may be published with the folder's own files.
+
+    Folders in the cache of the Hub consist of links: NAME/snapshots/REVISION/FILE leads to NAME/blobs.
+    """
+    root = folder.resolve()
+    root = root.parent.parent if root.parent.name == "snapshots" else root
+    if not file.resolve().is_relative_to(root):
+        raise UserError(f"{file} is a link to a file outside of {folder}. Replace it by a file, or remove it.")
+
+
+def copy_file(source: Path, target: Path, folder: Path) -> None:
+    """Copy a file of `folder`, which may be somebody else's, to `target`, whose folder is made."""
+    check_link_stays_inside(source, folder)
+    target.parent.mkdir(parents=True, exist_ok=True)
+    with open_regular(source) as read, create_file(target) as written:
+        shutil.copyfileobj(read, written)
+
+
 def read_json(path: Path) -> Any:
     return parse_json(read_utf8(path), str(path))
 
@@ -391,7 +410,7 @@ def iter_foreign_files(folder: Path, compare_content: bool = True) -> Iterator[s
                 names_inside = iter_foreign_files(inner, compare_content)
                 yield from ((inner / name).relative_to(folder).as_posix() for name in names_inside)
         for file in sorted((here / name).relative_to(folder).as_posix() for name in names):
-            listed = file in own or (file in files and not (folder / file).is_symlink())
+            listed = (file in own or file in files) and not (folder / file).is_symlink()
             if not listed or (compare_content and file in files and find_file_defect(folder, file, files[file])):
                 yield file
 

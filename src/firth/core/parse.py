@@ -21,6 +21,7 @@ from yaml.nodes import MappingNode, Node, ScalarNode
 from firth.core.errors import UserError
 
 MAX_YAML_VALUES = 100_000  # scalars, lists and mappings, each alias counted with its content
+MAX_YAML_CHARS = 1_000_000  # of a file: PyYAML reads about 100 kB a second, and a recipe has a few kB
 MAX_DEPTH = 100  # of lists and objects in each other: code that walks them recurses
 MAX_INT_BITS = 1024  # a larger whole number is no float either, and Python does not print 4,300 digits
 LONG_NUMBER = re.compile(r"\d{4000}")
@@ -49,6 +50,8 @@ def parse_json(text: str, name: str, line_number: int | None = None) -> Any:
 
 def parse_yaml(text: str, name: str) -> Any:
     """Parse the YAML of a file."""
+    if len(text) > MAX_YAML_CHARS:
+        raise UserError(f"{name} has {len(text):,} characters, and YAML may have {MAX_YAML_CHARS:,}.")
     try:
         value = yaml.load(text, _Loader)
     except yaml.reader.ReaderError as e:
@@ -70,6 +73,15 @@ def parse_yaml(text: str, name: str) -> Any:
 
 class _Loader(yaml.SafeLoader):
     """PyYAML's safe loader with string keys that occur once, without dates, and with a location for every error."""
+
+    num_nodes = 0
+
+    def compose_node(self, parent: Node | None, index: int) -> Node | None:
+        self.num_nodes += 1
+        if self.num_nodes > MAX_YAML_VALUES:
+            mark = self.peek_event().start_mark
+            raise ConstructorError(None, None, f"more than {MAX_YAML_VALUES:,} values", mark)
+        return super().compose_node(parent, index)
 
     def construct_object(self, node: Node, deep: bool = False) -> Any:
         try:

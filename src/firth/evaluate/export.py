@@ -10,7 +10,6 @@ own code in `transformers` too (`firth.hf`), so that an equal result proves only
 
 from __future__ import annotations
 
-import shutil
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -19,7 +18,7 @@ import torch
 
 from firth.core.console import say
 from firth.core.errors import UserError
-from firth.core.files import MODEL_CARD_FILE, atomic_folder, write_json
+from firth.core.files import MODEL_CARD_FILE, atomic_folder, copy_file, write_json
 from firth.evaluate.token_check import compare_token_ids
 from firth.models import (
     FIRTH_MODEL_TYPE,
@@ -76,10 +75,8 @@ def write_export(checkpoint: Path, folder: Path, task: str = "") -> None:
             write_json(temporary / TASK_FILE, facts)
             return
         for name in EXPORTED_EXTRA_FILES:
-            if (checkpoint / name).is_dir():
-                shutil.copytree(checkpoint / name, temporary / name)
-            elif (checkpoint / name).is_file() and not (name == MODEL_CARD_FILE and (folder / name).is_file()):
-                shutil.copyfile(checkpoint / name, temporary / name)  # a card that is there may have been edited
+            if (checkpoint / name).is_file() and not (name == MODEL_CARD_FILE and (folder / name).is_file()):
+                copy_file(checkpoint / name, temporary / name, checkpoint)  # a card that is there may have been edited
         head = read_config(checkpoint).head
         if isinstance(head, EmbeddingHead) and not (checkpoint / "modules.json").is_file():
             write_sentence_transformers_files(model, head.max_length or model.config.max_length or 512, temporary)

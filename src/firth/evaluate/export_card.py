@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from firth.core.errors import UserError
-from firth.core.files import MODEL_CARD_FILE, read_utf8, write_text
+from firth.core.files import MODEL_CARD_FILE, check_link_stays_inside, read_utf8, write_text
 from firth.evaluate.card import render_model_card
 
 UNKNOWN_REPO = "OWNER/NAME"
@@ -27,6 +27,7 @@ def write_export_card(checkpoint: Path, temporary: Path, target: Path, library: 
     if (target / MODEL_CARD_FILE).is_file():
         return
     file = checkpoint / MODEL_CARD_FILE
+    check_link_stays_inside(file, checkpoint)
     try:
         card = read_utf8(file) if file.is_file() else render_model_card(checkpoint)
     except UserError:  # without a tokenizer there are no facts to show

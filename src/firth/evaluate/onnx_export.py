@@ -12,7 +12,6 @@ activation when it runs: w = scale * (q - zero). A file shrinks to about a quart
 from __future__ import annotations
 
 import logging
-import shutil
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -23,7 +22,7 @@ import torch
 
 from firth.core.console import say
 from firth.core.errors import UserError, reason
-from firth.core.files import atomic_folder, format_bytes, write_json
+from firth.core.files import atomic_folder, copy_file, format_bytes, write_json
 from firth.evaluate.export import keep_one_head, load_for_export
 from firth.evaluate.export_card import describe_onnx_loading, write_export_card
 from firth.evaluate.onnx_check import (
@@ -79,7 +78,7 @@ def write_onnx(
         if facts is not None:
             write_json(temporary / TASK_FILE, facts)
         elif (checkpoint / TASK_FILE).is_file():
-            shutil.copyfile(checkpoint / TASK_FILE, temporary / TASK_FILE)
+            copy_file(checkpoint / TASK_FILE, temporary / TASK_FILE, checkpoint)
         if facts is None:  # the card of a checkpoint with several tasks is about all of them
             loading = describe_onnx_loading([graph.file for graph in graphs])
             write_export_card(checkpoint, temporary, folder, "onnx", loading)

@@ -39,7 +39,7 @@ SENTENCE_TRANSFORMERS_POOLING = {
     "last": "pooling_mode_lasttoken",
 }
 SENTENCE_TRANSFORMERS_FILES = (
-    *("modules.json", "sentence_bert_config.json", "config_sentence_transformers.json", "1_Pooling"),
+    *("modules.json", "sentence_bert_config.json", "config_sentence_transformers.json", "1_Pooling/config.json"),
 )
 
 

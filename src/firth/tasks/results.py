@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 import math
-import shutil
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
@@ -20,8 +19,8 @@ import numpy as np
 from firth.core.console import format_count, say, warn
 from firth.core.errors import UserError, quote, shorten
 from firth.core.files import (
-    MANIFEST_FILE,
     atomic_folder,
+    copy_file,
     read_manifest,
     read_object,
     read_utf8,
@@ -211,13 +210,11 @@ def index_of_best(values: Sequence[float]) -> int:
 
 
 def copy_folder(source: Path, target: Path) -> None:
-    with atomic_folder(target, read_manifest(source)["kind"]) as temporary:
-        for path in sorted(source.rglob("*")):
-            copy = temporary / path.relative_to(source)
-            if path.is_dir():
-                copy.mkdir()
-            elif path.relative_to(source) != Path(MANIFEST_FILE):
-                shutil.copyfile(path, copy)
+    """Copy a folder that `atomic_folder` wrote: the files that its manifest lists, and no other."""
+    manifest = read_manifest(source)
+    with atomic_folder(target, manifest["kind"]) as temporary:
+        for name in manifest["files"]:
+            copy_file(source / name, temporary / name, source)
 
 
 # --- seeds that learned nothing -------------------------------------------------------------------------------------

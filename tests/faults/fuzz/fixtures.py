@@ -107,6 +107,16 @@ class Fixtures:
             path.write_text("".join(json.dumps(row) + "\n" for row in ROWS[task] * 2))
         return path
 
+    @cached_property
+    def many_rows(self) -> Path:
+        """Labelled examples that are enough for a search."""
+        rng, path = random.Random(0), self.folder / "many.jsonl"
+        lines = [
+            {"text": f"a {rng.choice(ANIMALS)} {i} slept", "label": rng.choice(["cat", "dog"])} for i in range(400)
+        ]
+        path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+        return path
+
     def tuned(self, task: str, checkpoint: Path) -> Path:
         rows = self.rows(task)
         files = ["--task", task, "--train", rows, "--dev", rows]
@@ -121,7 +131,7 @@ class Fixtures:
         return self.tuned("lm", self.gpt2)
 
     def make_all(self) -> None:
-        for name in ("text", "long_text", "shards", "bert", "gpt2", "classify", "chat"):
+        for name in ("text", "long_text", "many_rows", "shards", "bert", "gpt2", "classify", "chat"):
             getattr(self, name)
         for task in ROWS:
             self.rows(task)

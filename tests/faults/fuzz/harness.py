@@ -156,6 +156,7 @@ def limits(case: Case) -> Iterator[None]:
     files, space = (resource.getrlimit(kind) for kind in (resource.RLIMIT_FSIZE, resource.RLIMIT_AS))
     resource.setrlimit(resource.RLIMIT_AS, (memory_bytes("VmSize") + ADDRESS_SPACE_BYTES, space[1]))
     if case.max_file_bytes is not None:
+        sys.dont_write_bytecode = True  # Python does not notice that a .pyc file is cut, and keeps it
         resource.setrlimit(resource.RLIMIT_FSIZE, (case.max_file_bytes, files[1]))
     try:
         with case.prepare():

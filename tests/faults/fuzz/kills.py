@@ -76,7 +76,9 @@ VOLATILE_FIELDS = (
     "tokens_per_second",
     "words_per_second",
     "shapes",  # that this process computed
+    "content_sha256",  # of seconds too
 )
+RESULT_FILES = ("results.json", "finetuning.json", "state.json", "adapt.json", "search.json", "learning_rate.json")
 
 
 PREPARE_VOLATILE_FILES = (".verified.json", "..verified.json.tmp")
@@ -106,6 +108,10 @@ def make_jobs(fixtures: Fixtures) -> list[Job]:
     chat = ["--task=lm", "--train", chats, "--dev", chats, "--lora-rank=2"]
     vectors = ["workers=1", "vector_size=8", "epochs=3", "min_count=1", "save_steps=2"]
     pretrain = ["pretrain", "--data", text, "--vocab-size=300"]
+    adapted = ["--data", fixtures.long_text, "--held-out=0.02", "--new-tokens=5", "--max-seq-length=32", "--no-bf16"]
+    searched = ["--train", fixtures.many_rows, "--dev", rows, "--task=classify", "--search=4", "--seeds=1"]
+    searched += ["--max-steps=60", "--save-steps=20", "--max-seq-length=32", "--no-bf16"]
+    taught = ["--teacher", fixtures.classify / "final", "--augment=1", "--learning-rate=1e-3"]
     prepare = ["prepare", fixtures.long_text, "--tokenizer", fixtures.shards / "tokenizer"]
     near, by_tasks = ["--dedup=near"], ["--engine=ray", "--document-timeout=0"]
     return [
@@ -115,6 +121,9 @@ def make_jobs(fixtures: Fixtures) -> list[Job]:
         Job("word2vec", ["pretrain", "word2vec", "--data", text, *vectors]),
         Job("finetune", ["finetune", fixtures.bert / "final", *files, *tuned]),
         Job("LoRA", ["finetune", fixtures.gpt2 / "final", *chat, *tuned]),
+        Job("adapt", ["adapt", fixtures.bert / "final", *adapted, *steps]),
+        Job("search", ["finetune", fixtures.bert / "final", *searched]),
+        Job("distil", ["finetune", fixtures.bert / "final", *files, *tuned, *taught]),
         Job("prepare", [*prepare, "--workers=1"], volatile_files=PREPARE_VOLATILE_FILES),
         Job(
             "prepare by tasks",
@@ -308,12 +317,17 @@ def results(folder: Path, volatile_files: Sequence[str] = VOLATILE_FILES) -> dic
     found: dict[str, Any] = {}
     for path in sorted(p for p in folder.rglob("*") if p.is_file() and p.name not in volatile_files):
         name = path.relative_to(folder).as_posix()
-        if path.name in ("results.json", "finetuning.json", "state.json"):
-            value = json.loads(path.read_text())
-            found[name] = {key: part for key, part in value.items() if key not in VOLATILE_FIELDS}
+        if path.name in RESULT_FILES:
+            found[name] = drop_volatile_fields(json.loads(path.read_text()))
         else:
             found[name] = path.read_bytes()
     return found
+
+
+def drop_volatile_fields(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: drop_volatile_fields(part) for key, part in value.items() if key not in VOLATILE_FIELDS}
+    return [drop_volatile_fields(part) for part in value] if isinstance(value, list) else value
 
 
 def describe_difference(name: str, found: Any, expected: Any) -> str:
@@ -473,7 +487,7 @@ def main() -> None:
         fixtures = Fixtures(work / "fixtures")
         fixtures.build()
         seeds = [options.seed] if n == 1 else [f"{options.seed}.{i}" for i in range(n)]
-        run_processes(run_jobs, [(options, fixtures, i, seed, work / seed) for i, seed in enumerate(seeds)])
+        failed = run_processes(run_jobs, [(options, fixtures, i, seed, work / seed) for i, seed in enumerate(seeds)])
         results = [r for path in sorted(work.glob("*/results.json")) for r in json.loads(path.read_text())]
     finally:
         shutil.rmtree(work, ignore_errors=True)
@@ -482,7 +496,7 @@ def main() -> None:
     if options.output_dir:
         options.output_dir.mkdir(parents=True, exist_ok=True)
         (options.output_dir / "kills.md").write_text(f"{words}\n")
-    sys.exit(any(result["faults"] for result in results))
+    sys.exit(bool(failed) or any(result["faults"] for result in results))
 
 
 if __name__ == "__main__":
