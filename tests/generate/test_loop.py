@@ -18,12 +18,14 @@ from generate.ends import ending_with, without_end
 from firth.core.errors import UserError
 from firth.generate import GeneratedSequence, GenerationConfig, generate_ids, generate_sequences, stream_text
 from firth.generate.decode_state import CachedDecode, UncachedDecode, make_decode_state, pad_right
+from firth.generate.length_budget import make_length_budget
 from firth.generate.loop import iterate_decode_steps
-from firth.models import ForcedTokens, ModelConfig, load_model, make_model
+from firth.models import ForcedTokens, ModelConfig, load_model, make_model, make_sequence_template
 from firth.models.config import (
     ALiBi,
     Disentangled,
     LayerNormConfig,
+    LearnedPosition,
     LMHead,
     MLPConfig,
     NoPosition,
@@ -184,6 +186,18 @@ def test_a_long_prompt_loses_its_beginning(
     assert capsys.readouterr().err.count("only its last tokens are used") == 1
     assert len(found) == new
     assert generate_ids(model, [prompt[-read:]], new) == [found]
+
+
+def test_a_long_prompt_keeps_the_token_before_every_text(untrained: Any) -> None:
+    """BART reads <s> before each text; a decoder reads its begin token only where a text begins."""
+    model = untrained(replace(bart(1, 32, 2, 400), position=LearnedPosition(26, 2)))
+    first, last = model.tokenizer.vocab.cls, model.tokenizer.vocab.sep
+    prompt = [first, *range(100, 160), last]
+    kept = make_length_budget(model, [prompt, prompt[1:]], 5).prompts
+    assert kept == [[first, *prompt[-23:]], prompt[-24:]]
+    gpt2 = untrained("gpt2")
+    begin = make_sequence_template(gpt2.config, gpt2.tokenizer.vocab).prefix_ids[0]
+    assert make_length_budget(gpt2, [[begin, *prompt]], 5).prompts == [prompt[-20:]]
 
 
 @pytest.mark.parametrize(

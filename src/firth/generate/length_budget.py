@@ -13,7 +13,7 @@ from weakref import WeakKeyDictionary
 
 from firth.core.console import format_count, warn
 from firth.core.errors import UserError
-from firth.models import EncoderDecoder, Model
+from firth.models import EncoderDecoder, Model, make_sequence_template
 from firth.models.config import Rotary
 from firth.tokens import TokenIds
 
@@ -36,7 +36,8 @@ def make_length_budget(model: Model, prompts: Sequence[TokenIds], max_new_tokens
     """Fit the prompts and `max_new_tokens` new tokens of each into the context.
 
     A prompt that leaves too little space loses its beginning (left truncation), but keeps at least half of the
-    positions. An encoder-decoder has separate positions for the prompt and for the new tokens.
+    positions. An encoder-decoder has separate positions for the prompt and for the new tokens. Models that read [CLS]
+    or <s> before every text still do; a decoder reads its begin token only where a text begins.
     """
     for i, ids in enumerate(prompts, 1):
         if not ids:
@@ -44,15 +45,34 @@ def make_length_budget(model: Model, prompts: Sequence[TokenIds], max_new_tokens
     limit = model.config.max_length
     if limit is None:
         return LengthBudget(list(prompts), [max_new_tokens] * len(prompts))
+    prefix = () if model.config.architecture == "decoder" else prefix_ids(model)
     if isinstance(model, EncoderDecoder):
-        budget = LengthBudget([ids[-limit:] for ids in prompts], [min(max_new_tokens, limit)] * len(prompts))
+        kept = [drop_beginning(ids, limit, prefix) for ids in prompts]
+        budget = LengthBudget(kept, [min(max_new_tokens, limit)] * len(prompts))
     else:
         # + 1: the last new token is not an input, so that it needs no position. UniLM predicts it at a [MASK] there.
         total = limit if model.config.predicts_at_mask else limit + 1
         budgets = [min(max_new_tokens, max(total - len(ids), limit // 2)) for ids in prompts]
-        budget = LengthBudget([ids[-(total - n) :] for ids, n in zip(prompts, budgets, strict=True)], budgets)
+        kept = [drop_beginning(ids, total - n, prefix) for ids, n in zip(prompts, budgets, strict=True)]
+        budget = LengthBudget(kept, budgets)
     warn_truncation(model, prompts, budget, max_new_tokens)
     return budget
+
+
+def prefix_ids(model: Model) -> TokenIds:
+    """Return the special tokens before every text of a model."""
+    return () if model.tokenizer is None else make_sequence_template(model.config, model.tokenizer.vocab).prefix_ids
+
+
+def drop_beginning(ids: TokenIds, length: int, prefix: TokenIds = ()) -> TokenIds:
+    """Return the last `length` ids, behind the prefix if they begin with it.
+
+    >>> drop_beginning([1, 2, 3, 4], 3), drop_beginning([1, 2, 3, 4], 3, (1,)), drop_beginning([1, 2], 3, (1,))
+    ([2, 3, 4], [1, 3, 4], [1, 2])
+    """
+    if len(ids) <= length or [*ids[: len(prefix)]] != [*prefix]:
+        return ids[-length:]
+    return [*prefix, *ids[len(prefix) + len(ids) - length :]]
 
 
 def warn_truncation(model: Model, prompts: Sequence[TokenIds], budget: LengthBudget, max_new_tokens: int) -> None:
