@@ -1,7 +1,7 @@
 """The loss on held-out text: the same rows and the same noise in every evaluation of a run.
 
-Losses of two steps differ by the weights alone, then, and those of two runs too where the objective is the same. Out of
-memory halves the batches. Several processes share the batches, and add up their losses in the order of one process.
+So the losses of two steps differ by the weights alone. Runs with other seeds read the same rows under other masks.
+Several processes share the batches, and add up their losses in the order of one process.
 """
 
 from __future__ import annotations
