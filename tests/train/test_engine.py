@@ -421,7 +421,9 @@ def test_compilation_overlaps_the_ppmi_initialization(
 
 def test_distributed_runs_initialize_before_they_compile(recipe_of: Recipes, monkeypatch: pytest.MonkeyPatch) -> None:
     """Also FSDP with one process: sharded parameters cannot be filled later."""
-    monkeypatch.setattr(pretraining, "choose_compute", lambda *_: replace(CPU, compile=True))
+    monkeypatch.setattr(
+        pretraining, "choose_compute", lambda recipe, world: replace(CPU, compile=True, dist_context=world)
+    )
     found: list[bool] = []
 
     def look(run: TrainingRun, resume: bool) -> Any:
