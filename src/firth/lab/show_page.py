@@ -15,7 +15,7 @@ from firth.lab.show_row import TOKEN_KINDS, AttentionMaskView, RowView, Sequence
 
 ROWS_INTRODUCTION = (
     "The first rows of the first step, made by the code of training. Point at a token for its id and position. The "
-    "small pictures are attention masks: the token of a row attends to the tokens of its dark columns."
+    "small pictures are attention masks: the token of a row attends to the tokens of its blue columns."
 )
 EXAMPLES_INTRODUCTION = (
     "The first examples of the file in the chat template, encoded by the code of fine-tuning. Only marked tokens carry "

@@ -115,6 +115,7 @@ function objectiveCard(view) {
       chips(`${view.name}: ${sequence.name}`, sequence.tokens.map((token) => chip(token.text, null, { class: `${token.kind === "text" ? "" : token.kind}${token.is_target ? " best" : ""}`, title: `${token.kind}, id ${token.id}` }, token.original ? el("span", { class: "was", text: token.original }) : null))),
     ]),
     view.notes.map((text) => el("p", { class: "note", text })),
+    view.rates.targets === 0 ? el("p", { class: "note", text: "This draw hides nothing: the number of spans varies by chance. Press Next draw." }) : null,
     el("div", { class: "figures" }, view.masks.map((mask) => maskFigure(mask, 84))),
     details("Token by token", () => table(["sequence", "token", "kind", "replaces", "loss", "id"], view.sequences.flatMap((sequence) => sequence.tokens.map((token) => [sequence.name, JSON.stringify(token.text), token.kind, token.original, token.is_target ? "yes" : "", token.id])))),
     details("Settings", () => el("p", { class: "note", text: view.description })));
