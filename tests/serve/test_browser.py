@@ -575,7 +575,7 @@ def test_runs(page: Any, address: str) -> None:
     page.click("text=by tokens")
     page.get_by_label("A prompt").fill("the cat")
     page.click("text=Sample the checkpoints")
-    page.locator(".passage:has-text('the cat')").wait_for()
+    page.locator(".passage:has-text('the cat')").wait_for(timeout=240_000)  # samples have the lowest priority
 
 
 def test_the_doctor_and_what_the_loss_should_be(page: Any, address: str) -> None:

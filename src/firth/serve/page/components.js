@@ -132,7 +132,7 @@ export const chips = (label, children) => el("div", { class: "chips", dir: "auto
 // Chips: tokens in colours that change with each word or token.
 export function chip(text, colour, properties, ...children) {
   const { class: extra, ...rest } = properties ?? {};
-  const shown = text.replaceAll("\n", "↵\n").replaceAll("\t", "⇥");
+  const shown = text.replaceAll("\n", "↵\n").replaceAll("\t", "⇥").replace(/^ (?=\S)/, "\u00a0"); // no line ends in a token
   return el("span", { ...rest, class: ["chip", colour === null ? null : `t${colour % 6}`, extra].filter(Boolean).join(" ") }, shown, ...children);
 }
 
