@@ -2,7 +2,8 @@
 
     python benchmarks/ablations.py --text en_wiki.train.txt.xz en_books.train.txt.xz --data DATA --output-dir WORK \\
         [--shape encoder-6x384] [--passes 10 | --minutes M] [--changes gates,ema] [--change NAME KEY=VALUE ...] \\
-        [--seeds 3] [--change-seeds 1] [--jobs 3] [--tasks sst2,stsb,qnli,wnut17] [--method left-to-right] [--json]
+        [--seeds 3] [--change-seeds 1] [--jobs 3] [--tasks sst2,stsb,qnli,wnut17] [--method left-to-right] \\
+        [--from-text] [--time-limit MINUTES] [--dry-run] [--json]
 
 The baseline is the default recipe of the shape, with three seeds. A change is the same with some fields set. Each run
 is pretrained, scored on all minimal pairs under DATA/minimal_pairs (38 paradigms: the mean, and the mean of each
@@ -12,21 +13,32 @@ The *floor* of a score is the standard deviation of the baseline's seeds. A chan
 floors on the mean of the paradigms and loses more than two floors on no task. One seed of a change is a first look; a
 change that helps is worth `--change-seeds 3`.
 
-WORK keeps the text and finished steps of each run, which are not computed again: stop it at any time, add changes
-later.
-`--jobs` runs stand side by side, since a small model leaves most of a GPU idle.
+WORK keeps the text and the finished steps of each run (a pretraining, the pairs, a task), which are not computed again:
+stop it at any time, add changes later. `--time-limit` starts no step that would end after so many minutes, by the time
+that such a step took before; the same command goes on. `--jobs` steps stand side by side, since a small model leaves
+most of a GPU idle: all pretrainings first, then the steps of all runs. A run of `--minutes` must have the GPU for
+itself: `--jobs 1 --steps pretraining`, then the other steps with more jobs.
 
-On an H200 a run of 10 passes with 6 layers of 384 took 47 s, three at a time; a command of less than ten minutes covers
-the baseline or four changes. The first one makes the text:
+On an H200 a run of 10 passes with 6 layers of 384 took 47 s, three at a time. The first command makes the text; each of
+the others has the floors of the first:
 
     A="python benchmarks/ablations.py --text en_wiki.train.txt.xz en_books.train.txt.xz --data DATA --output-dir WORK"
-    $A --jobs 3 --changes ""
-    $A --jobs 3 --changes gates,attention-gate,value-residual
-    $A --jobs 3 --changes unet-skips,mask15,ema
-    $A --jobs 3 --changes mlm,batch-half,batch-double
-    $A --jobs 3 --changes decay-quarter,decay-4x,dropout
+    $A --jobs 6 --time-limit 9
+    $A --jobs 6 --time-limit 9 --change-seeds 3 --changes packings,tail25,decay-to-zero,decay-constant,decay-cautious
+    $A --jobs 6 --time-limit 9 --change-seeds 3 --changes gates,attention-gate,value-residual,unet-skips
+    $A --jobs 6 --time-limit 9 --change-seeds 3 --changes mask15,mlm,batch-half,batch-double,ema,tail-constant
+    $A --jobs 6 --time-limit 9 --change-seeds 3 --changes vocab4k,vocab8k,vocab32k
+    $A --jobs 6 --time-limit 9 --changes 30-passes,30-passes-no-dropout,30-passes-dropout20
 
-`--dry-run` lists the runs and what is left of each.
+The regimes of the plain commands, `firth pretrain encoder --data TEXT --minutes 9` and `--num-train-epochs 10`, with
+the batch, the vocabulary and the size that they choose; the same with decoder and encoder-decoder:
+
+    P="python benchmarks/ablations.py --text en_wiki.train.txt.xz en_books.train.txt.xz --data DATA --from-text"
+    $P --output-dir NINE --shape encoder --minutes 9 --seeds 1 --steps pretraining  # ten minutes for each seed
+    $P --output-dir NINE --shape encoder --minutes 9 --seeds 1 --jobs 5              # its scores
+    $P --output-dir TEN --shape encoder --passes 10 --jobs 3 --time-limit 9
+
+`--dry-run` lists the runs, what is left of each, and how long that takes where such steps have been timed.
 """
 
 from __future__ import annotations
@@ -46,10 +58,11 @@ from parallel_runs import run_parallel
 
 from firth import __version__
 from firth.api import pretrain
+from firth.commands.arguments import resolve_model
 from firth.core.console import format_count, format_duration, quiet, say, show_table
 from firth.core.files import read_object, write_json
 from firth.evaluate import evaluate
-from firth.models import get_preset, read_config
+from firth.models import read_config
 from firth.models.presets import shape_architecture
 from firth.recipes import SHAPE_RECIPES, finetuning_defaults, pretraining_recipe, tokenizer_kind, with_rate_candidates
 from firth.tasks import FinetuneRecipe, finetune
@@ -60,7 +73,8 @@ from firth.train import choose_compute, parse_overrides
 BASELINE = "baseline"
 NUM_FLOORS = 2  # a gain counts from so many standard deviations of the baseline
 NEVER = 10**9  # steps: no checkpoint before the end
-CHANGES: dict[str, tuple[str, ...]] = {  # a name, and KEY=VALUE of the pretraining recipe; "objective" is its name
+# A name, and KEY=VALUE of the pretraining recipe. "objective" is its name, "vocab_size" that of the tokenizer.
+CHANGES: dict[str, tuple[str, ...]] = {
     "mlm": ("objective=mlm",),
     "masked-next-token": ("objective=masked-next-token",),
     "mask15": ("objective.mlm.rate=0.15",),
@@ -71,13 +85,26 @@ CHANGES: dict[str, tuple[str, ...]] = {  # a name, and KEY=VALUE of the pretrain
     "value-residual": ("model.value_residual=true",),
     "unet-skips": ("model.unet_skips=true",),
     "ema": ("ema_decay=0.999",),
+    "tail10": ("tail_average=0.1",),
+    "tail25": ("tail_average=0.25",),
+    "tail-constant": ("tail_average=0.25", "lr_scheduler_type=constant"),
     "wsd": ("lr_scheduler_type=wsd", "wsd_decay=0.3"),
     "cosine": ("lr_scheduler_type=cosine",),
     "batch-half": ("global_batch_tokens=16384",),
     "batch-double": ("global_batch_tokens=65536",),
     "decay-quarter": ("weight_decay=0.05",),
     "decay-4x": ("weight_decay=0.8",),
+    "decay-constant": ("weight_decay_schedule=constant",),
+    "decay-to-zero": ("weight_decay_schedule=to-zero",),
+    "decay-cautious": ("cautious_weight_decay=true",),
+    "packings": ("num_packings=10",),
+    "vocab4k": ("vocab_size=4096",),
+    "vocab8k": ("vocab_size=8192",),
+    "vocab32k": ("vocab_size=32768",),
     "dropout": ("model.dropout=0.1", "model.attention_dropout=0.1"),
+    "30-passes": ("num_train_epochs=30",),  # with the dropout that is chosen for so many
+    "30-passes-no-dropout": ("num_train_epochs=30", "model.dropout=0.0", "model.attention_dropout=0.0"),
+    "30-passes-dropout20": ("num_train_epochs=30", "model.dropout=0.2", "model.attention_dropout=0.2"),
     "length64": ("max_seq_length=64",),
     "length-ramp": ("length_ramp=0.3",),
 }
@@ -88,6 +115,7 @@ TASKS = {
     "wnut17": ("tag", "tagging/wnut17"),
 }
 MINIMAL_PAIRS = "minimal_pairs/*.jsonl.xz"
+PRETRAINING, PAIRS = "pretraining", "minimal pairs"  # steps of a run; the others are its tasks
 STEPS_FILE = "ablation.json"  # finished steps of a run and their scores
 
 
@@ -102,7 +130,7 @@ class Run(NamedTuple):
 
     @property
     def steps(self) -> list[str]:
-        return ["pretraining", "minimal pairs", *self.args.tasks]
+        return [PRETRAINING, PAIRS, *self.args.tasks]
 
     @property
     def scores(self) -> dict[str, Any]:
@@ -115,35 +143,79 @@ class Run(NamedTuple):
         done = self.scores
         return [step for step in self.steps if step not in done]
 
+    @property
+    def overrides(self) -> dict[str, Any]:
+        return parse_overrides(list(self.fields))
 
-def compute_run(run: Run) -> dict[str, Any]:
-    """Compute the missing steps of a run, and return the scores of all."""
-    scores = run.scores
-    for step in run.steps_left:
-        with quiet():
-            if step == "pretraining":
-                scores[step] = pretrain_run(run)
-            elif step == "minimal pairs":
-                scores[step] = score_minimal_pairs(run)
-            else:
-                scores[step] = finetune_run(run, step)
-        write_json(run.folder / STEPS_FILE, scores)
-    return scores
+    @property
+    def vocab_size(self) -> int:
+        """Size of the tokenizer; 0: chosen by the size of the text, as `firth pretrain` does with --from-text."""
+        return int(self.overrides.get("vocab_size", 0 if self.args.from_text else self.args.vocab_size))
+
+
+class Job(NamedTuple):
+    """A step of a run."""
+
+    run: Run
+    step: str
+    expected_seconds: float = 0.0  # as such a step took before
+
+
+def compute_step(job: Job) -> tuple[Any, float] | None:
+    """Return the outcome of a step and its seconds; None if it would end after the time limit."""
+    start = time.time()
+    if start + job.expected_seconds > job.run.args.deadline:
+        return None
+    with quiet():
+        if job.step == PRETRAINING:
+            outcome: Any = pretrain_run(job.run)
+        else:
+            outcome = score_minimal_pairs(job.run) if job.step == PAIRS else finetune_run(job.run, job.step)
+    return outcome, time.time() - start
+
+
+def compute_steps(runs: Sequence[Run], steps: Sequence[str], args: argparse.Namespace) -> None:
+    """Compute these steps of all runs where they are missing, and add the outcomes to the runs' files."""
+    longest = step_seconds(runs)
+    jobs = [Job(run, step, longest.get(step, 0.0)) for step in steps for run in runs if step in run.steps_left]
+    jobs = [job for job in jobs if job.step == PRETRAINING or PRETRAINING in job.run.scores]
+    log, start = args.output_dir / "log.txt", time.monotonic()
+    for number, (job, found) in enumerate(run_parallel(compute_step, ((j, j) for j in jobs), args.jobs, log), 1):
+        left = f"{number}/{len(jobs)}, {format_duration(time.monotonic() - start)}: {job.run.folder.name}, {job.step}"
+        if found is None:
+            say(f"{left} would end after the time limit")
+            continue
+        outcome, seconds = found
+        scores = job.run.scores
+        scores |= {job.step: outcome, "seconds": {**scores.get("seconds", {}), job.step: seconds}}
+        write_json(job.run.folder / STEPS_FILE, scores)
+        say(f"{left} took {format_duration(seconds)}")
+
+
+def step_seconds(runs: Sequence[Run]) -> dict[str, float]:
+    """Return the longest time that each step has taken so far."""
+    longest = defaultdict[str, float](float)
+    for run in runs:
+        for step, seconds in run.scores.get("seconds", {}).items():
+            longest[step] = max(longest[step], seconds)
+    return dict(longest)
 
 
 def pretrain_run(run: Run) -> dict[str, Any]:
-    overrides, args = parse_overrides(list(run.fields)), run.args
-    objective = overrides.pop("objective", None)
+    overrides, args = run.overrides, run.args
+    objective, _ = overrides.pop("objective", None), overrides.pop("vocab_size", None)
     length = {"minutes": args.minutes} if args.minutes else {"num_train_epochs": args.passes}
+    # the plain command tokenizes the text itself, and saves checkpoints
+    source = {"vocab_size": run.vocab_size} if args.from_text else {"save_steps": NEVER}
     results = pretrain(
         args.shape,
-        args.shards,
+        args.text if args.from_text else args.shards[run.vocab_size],
         run.folder,
         objective=objective,
         overrides=overrides,
         overwrite=run.folder.exists(),
         seed=run.seed,
-        save_steps=NEVER,
+        **source,
         **length,
     )
     return {name: results[name] for name in ("eval_loss", "passes", "steps", "parameters")}
@@ -197,20 +269,23 @@ def read_phenomena(data: Path) -> dict[str, str]:
     return found
 
 
-def make_shards(args: argparse.Namespace) -> Path:
-    """Return shards of the text, made once; a single folder of shards is taken as it is."""
+def make_shards(args: argparse.Namespace, vocab_size: int) -> str:
+    """Return shards of the text with a vocabulary of this size, made once; a folder of shards is taken as it is."""
     if len(args.text) == 1 and is_shards_folder(args.text[0]):
-        return Path(args.text[0])
-    folder, tokenizer_folder = args.output_dir / "shards", args.output_dir / "tokenizer"
+        if vocab_size != args.vocab_size:
+            raise SystemExit(f"{args.text[0]} has its tokenizer: a change of vocab_size needs the text itself.")
+        return str(args.text[0])
+    folder, tokenizer_folder = (args.output_dir / f"{name}-{vocab_size}" for name in ("shards", "tokenizer"))
     if not is_shards_folder(folder):
-        recipe = pretraining_recipe(get_preset(args.shape), **SHAPE_RECIPES.get(shape_architecture(args.shape), {}))
+        config, _ = resolve_model(args.shape)
+        recipe = pretraining_recipe(config, **SHAPE_RECIPES.get(shape_architecture(args.shape), {}))
         kind = tokenizer_kind(recipe.model, recipe.objective)
         if not tokenizer_folder.is_dir():
-            say(f"training a {kind} tokenizer of {args.vocab_size:,} tokens")
+            say(f"training a {kind} tokenizer of {vocab_size:,} tokens")
             texts = (document.text for document in Corpus(args.text))
-            train_tokenizer(texts, kind, args.vocab_size).save(tokenizer_folder)
+            train_tokenizer(texts, kind, vocab_size).save(tokenizer_folder)
         prepare(Corpus(args.text), load_tokenizer(tokenizer_folder), folder)
-    return folder
+    return str(folder)
 
 
 # --- the table
@@ -218,9 +293,9 @@ def make_shards(args: argparse.Namespace) -> Path:
 
 def summarize(scores: Mapping[str, Any]) -> dict[str, float]:
     """Return the figures of a run: held-out loss, the mean over paradigms, and each task."""
-    pairs = scores["minimal pairs"].values()
+    pairs = scores[PAIRS].values()
     tasks = {name: value for name, value in scores.items() if name in TASKS}
-    return {"loss": scores["pretraining"]["eval_loss"], "pairs": mean(pairs), **tasks}
+    return {"loss": scores[PRETRAINING]["eval_loss"], "pairs": mean(pairs), **tasks}
 
 
 def find_floors(baseline: Sequence[Mapping[str, float]]) -> dict[str, float]:
@@ -288,10 +363,7 @@ def print_tables(
         groups[phenomenon].append(paradigm)
     rows = []
     for phenomenon, paradigms in groups.items():
-        values = [
-            mean(scores["minimal pairs"][paradigm] for scores in runs for paradigm in paradigms)
-            for runs in found.values()
-        ]
+        values = [mean(scores[PAIRS][paradigm] for scores in runs for paradigm in paradigms) for runs in found.values()]
         rows.append((phenomenon, str(len(paradigms)), *(f"{100 * value:.1f}" for value in values)))
     show_table("Minimal pairs by phenomenon", ["phenomenon", "paradigms", *found], rows)
 
@@ -320,7 +392,10 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--change", nargs="+", action="append", default=[], metavar="NAME KEY=VALUE", help="one more")
     parser.add_argument("--seeds", type=int, default=3, help="of the baseline (3)")
     parser.add_argument("--change-seeds", type=int, default=1, help="of each change (1)")
-    parser.add_argument("--jobs", type=int, default=1, help="runs side by side (1)")
+    parser.add_argument("--jobs", type=int, default=1, help="steps side by side (1)")
+    parser.add_argument("--from-text", action="store_true", help="each run tokenizes the text, as firth pretrain does")
+    parser.add_argument("--steps", default="", help=f"compute only these: {PRETRAINING}, pairs, or tasks; with commas")
+    parser.add_argument("--time-limit", type=float, default=math.inf, help="start nothing that ends after M minutes")
     parser.add_argument("--tasks", default=",".join(TASKS), help="for fine-tuning, joined by commas")
     parser.add_argument("--task-steps", type=int, default=0, help="of each fine-tuning; 0: the default")
     parser.add_argument("--shots", type=int, default=0, help="training examples of each task; 0: all")
@@ -336,6 +411,11 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
     for name in args.tasks:
         if name not in TASKS:
             parser.error(f"--tasks {name} is none of {', '.join(TASKS)}")
+    chosen, known = [name for name in args.steps.split(",") if name], [PRETRAINING, "pairs", *args.tasks]
+    for name in chosen:
+        if name not in known:
+            parser.error(f"--steps {name} is none of {', '.join(known)}")
+    args.steps = [PAIRS if name == "pairs" else name for name in chosen or known]
     for name, *fields in args.change:
         if not fields or name in (BASELINE, *args.changes):
             parser.error(f"--change {name} needs a new name and at least one KEY=VALUE")
@@ -344,30 +424,41 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
     return args
 
 
+def describe_runs(runs: Sequence[Run], jobs: int) -> None:
+    """Print the runs, what is left of each, and how long that takes as far as such steps have been timed."""
+    rows = [(run.folder.name, " ".join(run.fields), ", ".join(run.steps_left) or "done") for run in runs]
+    show_table("Runs", ["run", "fields", "left"], rows)
+    seconds, left = step_seconds(runs), [step for run in runs for step in run.steps_left]
+    timed = [seconds[step] for step in left if step in seconds]
+    steps = format_count(len(timed), "step")
+    say(f"{steps} of the {len(left)} that are left: about {format_duration(sum(timed) / jobs)}, {jobs} at a time")
+
+
 def main(argv: Sequence[str] | None = None) -> None:
     args, start = parse_args(argv), time.monotonic()
+    args.deadline = time.time() + 60 * args.time_limit
     runs = plan_runs(args)
     if args.dry_run:
-        rows = [(run.folder.name, " ".join(run.fields), ", ".join(run.steps_left) or "done") for run in runs]
-        show_table("Runs", ["run", "fields", "left"], rows)
+        describe_runs(runs, args.jobs)
         return
     args.output_dir.mkdir(parents=True, exist_ok=True)
-    args.shards = str(make_shards(args))
     say(f"firth {__version__}; {choose_compute(FinetuneRecipe())}; {format_count(len(runs), 'run')}")
-    finished = {index: run.scores for index, run in enumerate(runs) if not run.steps_left}
-    missing = [(index, run) for index, run in enumerate(runs) if run.steps_left]
-    found: dict[str, list[dict[str, Any]]] = {run.change: [] for run in runs}
-    computed = {}
-    for number, (index, result) in enumerate(
-        run_parallel(compute_run, missing, args.jobs, args.output_dir / "log.txt"), 1
-    ):
-        computed[index] = result
-        say(f"{number}/{len(missing)}, {format_duration(time.monotonic() - start)}: {runs[index].folder.name}")
-    for index, run in enumerate(runs):
-        found[run.change].append(computed[index] if index in computed else finished[index])
+    args.shards = {}
+    if not args.from_text:
+        args.shards = {size: make_shards(args, size) for size in dict.fromkeys(run.vocab_size for run in runs)}
+    compute_steps(runs, [step for step in args.steps if step == PRETRAINING], args)
+    compute_steps(runs, [step for step in args.steps if step != PRETRAINING], args)
+    found = defaultdict[str, list[dict[str, Any]]](list)
+    for run in runs:
+        if run.steps_left:
+            say(f"{run.folder.name}: {', '.join(run.steps_left)} left; the same command goes on")
+        else:
+            found[run.change].append(run.scores)
+    if BASELINE not in found:
+        return
     result = compare(found)
     print_tables(result, found, read_phenomena(args.data))
-    write_json(args.output_dir / "ablations.json", result)
+    write_json(args.output_dir / "ablations.json", {**result, "runs": found})
     if args.json:
         print(json.dumps({"seconds": time.monotonic() - start, **result}))
 

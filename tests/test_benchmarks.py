@@ -927,7 +927,7 @@ def test_changes_are_judged_by_two_floors(
         mean = pairs[run.change] + 0.01 * run.seed
         return {"a": mean - 0.1, "b": mean, "c": mean + 0.1}
 
-    monkeypatch.setattr(ablations, "make_shards", lambda args: tmp_path)
+    monkeypatch.setattr(ablations, "make_shards", lambda args, vocab_size: str(tmp_path))
     monkeypatch.setattr(ablations, "pretrain_run", fake(lambda run: {"eval_loss": 3.0}))
     monkeypatch.setattr(ablations, "score_minimal_pairs", fake(accuracy))
     monkeypatch.setattr(
@@ -954,6 +954,44 @@ def test_changes_are_judged_by_two_floors(
     assert computed[18:] == ["good-0 ", "good-0 sst2"], "finished steps are not computed again"
 
 
+def test_ablations_keep_a_time_limit_and_go_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Pretrainings first; a step that took too long before is not started; the same command computes the rest."""
+    script("parallel_runs")
+    ablations, computed, shards = script("ablations"), list[str](), list[int]()
+
+    def fake(name: str, outcome: Any) -> Any:
+        def step(run: Any, task: str = "") -> Any:
+            run.folder.mkdir(parents=True, exist_ok=True)
+            computed.append(f"{run.folder.name} {task or name}")
+            return outcome
+
+        return step
+
+    monkeypatch.setattr(ablations, "make_shards", lambda args, vocab_size: shards.append(vocab_size) or "shards")
+    monkeypatch.setattr(ablations, "pretrain_run", fake("pretraining", {"eval_loss": 3.0}))
+    monkeypatch.setattr(ablations, "score_minimal_pairs", fake("pairs", {"a": 0.6, "b": 0.7, "c": 0.8}))
+    monkeypatch.setattr(ablations, "finetune_run", fake("", 0.8))
+    data, work = str(write_ablation_data(tmp_path / "data")), tmp_path / "work"
+    words = ["--text", "x", "--data", data, "--output-dir", str(work), "--tasks", "sst2", "--seeds", "1"]
+    words += ["--changes", "vocab8k"]
+    ablations.main([*words, "--steps", "pretraining"])
+    assert computed == ["baseline-0 pretraining", "vocab8k-0 pretraining"]
+    assert shards == [16384, 8192]
+    scores = json.loads((work / "runs/baseline-0/ablation.json").read_text())
+    (work / "runs/baseline-0/ablation.json").write_text(json.dumps(scores | {"seconds": {"sst2": 600}}))
+    ablations.main([*words, "--time-limit", "9"])
+    assert computed[2:] == ["baseline-0 pairs", "vocab8k-0 pairs"]
+    assert "baseline-0, sst2 would end after the time limit" in capsys.readouterr().err
+    ablations.main([*words, "--dry-run"])
+    assert "2 steps of the 2 that are left: about 20m00s, 1 at a time" in capsys.readouterr().err
+    ablations.main([*words, "--json"])
+    assert computed[4:] == ["baseline-0 sst2", "vocab8k-0 sst2"]
+    assert json.loads(capsys.readouterr().out.splitlines()[-1])["changes"]["vocab8k"]["gains"]["pairs"] == 0
+    assert json.loads((work / "ablations.json").read_text())["runs"]["vocab8k"][0]["sst2"] == 0.8
+
+
 def test_mistakes_of_ablations_are_explained(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     script("parallel_runs")
     data = str(write_ablation_data(tmp_path))
@@ -961,6 +999,7 @@ def test_mistakes_of_ablations_are_explained(tmp_path: Path, capsys: pytest.Capt
     for more, message in (
         (["--data", data, "--changes", "gate"], "--changes gate is none of mlm"),
         (["--data", data, "--tasks", "cola"], "--tasks cola is none of sst2"),
+        (["--data", data, "--steps", "pretrain"], "--steps pretrain is none of pretraining, pairs, sst2"),
         (["--data", data, "--change", "mine"], "at least one KEY=VALUE"),
         (["--data", str(tmp_path / "none")], "has no minimal_pairs"),
     ):
@@ -978,10 +1017,10 @@ def test_each_change_is_a_recipe() -> None:
     recipe = pretraining_recipe(get_preset("encoder-6x384"), **SHAPE_RECIPES["encoder"])
     for name, fields in script("ablations").CHANGES.items():
         changes = parse_overrides(list(fields))
-        objective = changes.pop("objective", None)
+        objective, vocab_size = changes.pop("objective", None), changes.pop("vocab_size", None)
         changed = apply_overrides(recipe, changes)
         changed.check()
-        assert objective in OBJECTIVES or changed != recipe, name
+        assert objective in OBJECTIVES or vocab_size or changed != recipe, name
 
 
 @pytest.mark.slow
