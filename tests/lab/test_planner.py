@@ -113,6 +113,19 @@ def test_budgets_of_tokens_and_of_passes_agree() -> None:
 def test_a_long_run_and_too_few_minutes_are_said() -> None:
     assert "--minutes limits" in make_planner(num_train_epochs=100.0).plan("encoder", False).notes[0]
     assert "over before the first step" in make_planner(minutes=0.1).plan("encoder", False).notes[0]
+    assert make_planner(minutes=4.0).plan("encoder", False).notes == []
+
+
+@pytest.mark.usefixtures("on_gpu")
+def test_a_plan_says_when_most_of_the_time_is_not_training() -> None:
+    slow = WORDS_10M._replace(prepare_seconds=200.0)
+    found = make_planner(slow, minutes=4.0).plan("encoder", False)
+    assert found.notes == [
+        "tokenizing the text takes about 3m20s of the 4m00s: `firth prepare` does it once, for all runs"
+    ]
+    found = make_planner(minutes=(planner.GPU_START_SECONDS + 0.3) / 60).plan("encoder", False)
+    assert found.chosen.steps < 200
+    assert "expect little" in found.notes[0]
 
 
 @pytest.mark.usefixtures("on_cpu")

@@ -47,17 +47,18 @@ from firth.train.batch_size import (
 )
 from firth.train.compute import choose_compute, choose_threads, limit_threads, thread_choices
 from firth.train.distributed import SINGLE_PROCESS, select_device
-from firth.train.pretrain import time_pretraining
+from firth.train.pretrain import MIN_USEFUL_STEPS, time_pretraining
 from firth.train.recipe import Recipe
 from firth.train.replan import affordable_steps, limit_evaluations
 from firth.train.resources import available_memory, estimate_resources, measure_flops
-from firth.train.schedule import EVALS_PER_PRETRAINING
+from firth.train.schedule import EVALS_PER_PRETRAINING, describe_short_plan
 from firth.train.step import train_step
 
 SAME_LOSS_TOLERANCE = 0.01  # relative difference below which the smaller model is taken
 # Parameters per token of text: GPT-BERT of 119M learns well from 14M tokens (Charpentier & Samuel 2024).
 MAX_PARAMETERS_PER_TOKEN = 10
 MAX_EXTRAPOLATION = 4.0  # times the largest measured model, where no time limits the size
+MAX_PREPARE_SHARE = 0.25  # of the minutes of a run, for its text, above which the plan says so
 MIN_RUN_STEPS = 50  # steps below which a size is not planned: the rate has hardly warmed up
 MAX_TIMED_SHAPES = {"cpu": 5, "cuda": 3}  # on a GPU each is compiled first, up to a minute
 TIMED_TOKENS, MIN_TIMED_TOKENS = 2048, 256  # tokens of the smaller of two timed steps; the second for slow models
@@ -462,6 +463,14 @@ class Planner:
             found.append(f"this takes {format_duration(run.seconds)} on this machine: --minutes limits the time")
         if recipe.minutes and self.seconds_left(recipe) <= 0:
             found.append(f"{format_duration(60 * recipe.minutes)} is over before the first step: give more --minutes")
+        elif recipe.minutes and run.steps < min(MIN_USEFUL_STEPS, recipe.max_steps or MIN_USEFUL_STEPS):
+            step_seconds = run.costs.step_seconds(global_batch_rows(recipe, recipe.processes))
+            found.append(describe_short_plan(run.steps, run.passes, step_seconds, MIN_USEFUL_STEPS))
+        if recipe.minutes and self.text.prepare_seconds > MAX_PREPARE_SHARE * 60 * recipe.minutes:
+            found.append(
+                f"tokenizing the text takes about {format_duration(self.text.prepare_seconds)} of the "
+                f"{format_duration(60 * recipe.minutes)}: `firth prepare` does it once, for all runs"
+            )
         return found
 
     def time_size(self, name: str, run: PlannedRun) -> None:
