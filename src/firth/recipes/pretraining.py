@@ -54,6 +54,7 @@ FAMILY_OBJECTIVES = {  # families published with another objective than their ar
     "unilm": "unilm",
     "bart": "bart",
     "elmo": "bilm",
+    "firth-encoder": "mlm-and-clm",
 }
 
 # The global batch (`choose_batch`): a starting rule, which a table of measurements can replace.
