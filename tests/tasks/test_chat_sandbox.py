@@ -43,6 +43,12 @@ ATTACKS = {
     "indent": "{{ ('x\n' * 100000) | indent(9999) }}",
     "tojson": "{{ messages | tojson(indent=999999999) }}",
     "batch": "{{ [1] | batch(999999999, 0) | list }}",
+    "wordwrap": "{{ ('a ' * 500_000) | wordwrap(1) }}",
+    "urlize": "{{ ('http://a.b ' * 90_000) | urlize }}",
+    "batch of characters": "{{ ('ab ' * 330_000) | batch(1) | list }}",
+    "split": "{{ ('a ' * 500_000).split() }}",
+    "split by a text": "{{ ('a-' * 500_000).split('-') }}",
+    "splitlines": "{{ ('a\n' * 500_000).splitlines() }}",
     "lipsum": "{{ lipsum(n=99999999) }}",
     "recursive loop": "{% for a in [1, 2] recursive %}{{ loop([1, 2]) }}{% endfor %}",
     "endless macro": "{% macro m() %}{{ m() }}{% endmacro %}{{ m() }}",
@@ -71,6 +77,20 @@ def small_limits(monkeypatch: pytest.MonkeyPatch) -> None:
     """The tests stay fast; the limits themselves are 15 times as high."""
     monkeypatch.setattr(chat_sandbox, "MAX_OPERATIONS", 20_000)
     monkeypatch.setattr(chat_sandbox, "MAX_TEXT_CHARS", 2**20)
+    monkeypatch.setattr(chat_sandbox, "MAX_SLOW_TEXT_CHARS", 2**16)
+
+
+def test_a_long_text_is_copied_and_split_where_it_has_few_parts() -> None:
+    source = (
+        "{% set x = ('a ' * 400_000 + '</think> b') %}{{ x | trim | length }} {{ x.split('</think>')[-1] | upper }}"
+    )
+    assert render(source) == "800010  B"
+
+
+@pytest.mark.parametrize("name", ["wordwrap", "urlize", "batch of characters", "split", "splitlines"])
+def test_slow_operations_are_refused_before_they_begin(name: str) -> None:
+    with pytest.raises(UserError, match=r"a slow operation gets a text of \d+,\d+,?\d* characters"):
+        render(ATTACKS[name])
 
 
 @pytest.mark.parametrize("name", ATTACKS)

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import re
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextvars import ContextVar
 from functools import wraps
 from typing import Any
@@ -26,10 +26,19 @@ MAX_OPERATIONS = 300_000  # of one rendering: turns of loops, calls, operators, 
 MAX_SECONDS = 10.0  # of one rendering
 MAX_TEXT_CHARS = 2**24  # of one text, and of all texts in a list
 MAX_WRITTEN_CHARS = 2**26  # of one rendering, with texts that are written into variables
+MAX_SLOW_TEXT_CHARS = 2**20  # of a text for a filter that takes microseconds or a list entry per character
 MAX_ITEMS = 100_000  # of a list, with the lists in it
 MAX_WORK_CHARS = 2**28  # text length times argument length, of one filter or method
 MAX_INT = 10_000  # an argument: a width, a number of repetitions
 MAX_INT_BITS = 1024  # of a product or power
+# Filters that copy a text, at nanoseconds per character. All others get short texts: wordwrap took 20 s for 10 million
+# characters, and batch 1.5 GB.
+FAST_TEXT_FILTERS = frozenset(
+    (
+        *("capitalize", "count", "d", "default", "e", "escape", "first", "forceescape", "format", "indent", "join"),
+        *("last", "length", "lower", "replace", "reverse", "safe", "string", "tojson", "trim", "truncate", "upper"),
+    )
+)
 
 
 class TemplateLimitError(TemplateError):
@@ -99,19 +108,33 @@ def check_format(form: str) -> None:
         raise TemplateLimitError("a format has a large or variable width")
 
 
+def check_slow_text(text: str) -> None:
+    if len(text) > MAX_SLOW_TEXT_CHARS:
+        raise TemplateLimitError(f"a slow operation gets a text of {len(text):,} characters")
+
+
+def check_split(text: str, arguments: Sequence[Any]) -> None:
+    """Refuse to split a long text into more parts than a list may have."""
+    separator = arguments[0] if arguments else None
+    if not separator or not isinstance(separator, str) or text.count(separator) > MAX_ITEMS:
+        check_slow_text(text)
+
+
 def bounded(result: Any) -> Any:
     """Return a result; an error if it is too large to go on with."""
     text_size(result)
     return result
 
 
-def limit_filter(function: Callable[..., Any]) -> Callable[..., Any]:
+def limit_filter(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
     @wraps(function)  # keeps Jinja's marks: which filters read the environment
     def limited(*args: Any, **kwargs: Any) -> Any:
         BUDGET.get().spend()
         given = [arg for arg in args if isinstance(arg, Iterable | int | float)]  # without Jinja's own objects
-        if function.__name__ == "do_format":
+        if name == "format":
             check_format(str(given[0]))
+        if given and isinstance(given[0], str) and name not in FAST_TEXT_FILTERS:
+            check_slow_text(given[0])
         check_arguments(given[0] if given else "", [*given[1:], *kwargs.values()])
         return bounded(function(*args, **kwargs))
 
@@ -185,7 +208,7 @@ class LimitedSandbox(ImmutableSandboxedEnvironment):
         self.globals.pop("lipsum")
 
     def limit_filters(self) -> None:
-        self.filters = {name: limit_filter(function) for name, function in self.filters.items()}
+        self.filters = {name: limit_filter(name, function) for name, function in self.filters.items()}
         self.filters |= {"counted": counted, "concatenate": concatenate}
 
     def call_binop(self, context: Any, operator: str, left: Any, right: Any) -> Any:
@@ -223,6 +246,8 @@ class LimitedSandbox(ImmutableSandboxedEnvironment):
         target = getattr(function, "__self__", "")
         if isinstance(target, str) and getattr(function, "__name__", "").startswith("format"):  # Jinja before 3.1.5
             check_format(target)
+        if isinstance(target, str) and "split" in getattr(function, "__name__", ""):
+            check_split(target, args)
         check_arguments(target if isinstance(target, str | bytes) else "", [*args, *kwargs.values()])
         return bounded(super().call(context, function, *args, **kwargs))
 
