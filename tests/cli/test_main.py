@@ -1046,6 +1046,7 @@ def test_an_extended_tokenizer(firth: Firth, paths: dict[str, Path], tmp_path: P
         (["--extend", "TOK", "--from", "TOK"], "leave out --from"),
         (["--max-new-tokens=9"], "Only --extend adds tokens to a tokenizer: leave out --max-new-tokens"),
         (["--extend", "TOK", "--min-count=0"], "--min-count"),
+        (["--extend", "TOK", "--max-new-tokens=0"], "--max-new-tokens"),
         (["--extend", "TOK", "--min-count=100000"], "No token is worth adding"),
         (["--extend", "nowhere"], "no such folder"),
     ],

@@ -132,6 +132,8 @@ def tokenizer(
     corpus = Corpus([] if on_ray else texts, **reading)
     if extend is not None and template is not None:
         require_extensible(template)
+        if max_new_tokens < 1:
+            raise UserError(f"--max-new-tokens is {max_new_tokens}, and must be at least 1.")
         return TokenizerResult(
             _extend_tokenizer(template, corpus, folder, max_new_tokens, min_count, max_memory, seed, dry_run)
         )

@@ -14,7 +14,7 @@ from itertools import chain
 from pathlib import Path
 from typing import Any, Protocol
 
-from firth.core.console import track
+from firth.core.console import format_count, track
 from firth.core.errors import UserError
 from firth.core.files import read_object
 from firth.core.serialization import from_dict
@@ -148,8 +148,9 @@ def check_sample(sample: TextSample, option: str) -> None:
     if not sample.train_documents:
         raise UserError(f"{option}: no document is left to train on. Give more text, or lower --held-out.")
     if not sample.documents:
+        count = format_count(sample.train_documents, "document")
         raise UserError(
-            f"{option}: nothing is held out of {sample.train_documents:,} documents, so the model cannot be measured. "
+            f"{option}: nothing is held out of {count}, so the model cannot be measured. "
             "Separate documents by blank lines (--documents blank-line), give more text, or raise --held-out."
         )
     if sample.num_bytes < MIN_MEASURED_BYTES:
