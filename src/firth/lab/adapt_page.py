@@ -20,9 +20,11 @@ from firth.train.dataloader import open_recipe_shards
 MAX_PAGE_TOKENS = 30  # new tokens on the page
 METHODS = {
     "left-to-right": "Each token is predicted from those before it, so the figure is the exact code length of the text "
-    "in bits, divided by its bytes.",
+    "in bits, divided by its bytes. Tokenizers can be compared: bytes are the same for all of them.",
     "hidden words": "In each passage whole words are hidden until 15% of its bytes are reached, the same words for "
-    "every tokenizer. The figure is the code length of the hidden words in bits, divided by their bytes.",
+    "every tokenizer. The figure is the code length of the hidden words in bits, divided by their bytes. The tokens of "
+    "a word are predicted one beside the other, and their number is given: between two tokenizers a part of the "
+    "difference is the way of counting, and a task shows whether the model is better.",
 }
 FIGURES = {  # rows of the table, by the keys of results.json
     "bits_per_byte": "bits per byte",
@@ -67,8 +69,7 @@ def add_measures(page: HtmlPage, results: Mapping[str, Any]) -> None:
         + ". ± is a 95% interval over texts.",
     )
     page.add_paragraph(
-        f"{METHODS[domain['before']['method']]} Lower is better. Tokenizers can be compared: bytes are the same for "
-        "all of them. Forgetting is the rise of this figure on general text."
+        f"{METHODS[domain['before']['method']]} Lower is better. Forgetting is the rise of this figure on general text."
     )
     if "general" not in results:
         page.add_paragraph(
