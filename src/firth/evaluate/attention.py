@@ -17,7 +17,7 @@ L layers, H heads, T queries, S keys.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -136,6 +136,7 @@ def attend_to_text(
         )
     device = model.embed.tokens.weight.device
     input_ids = torch.tensor([ids], device=device)
+    found: dict[str, Any] = {}
     with eval_mode(model):
         if not isinstance(model, EncoderDecoder):
             found = {config.architecture: attend_in_stack(model, input_ids, permutation)}
@@ -162,6 +163,7 @@ def attend_in_stack(model: Model, input_ids: Tensor, permutation: int | None) ->
     """Return the weights (1, H, T, T) of all layers, without the head; with `permutation`, in that random order."""
     if permutation is not None and not can_permute(model):
         raise UserError("A permutation is for models with a query stream (XLNet).")
+    assert isinstance(model, Encoder), "models with two stacks are called whole"
     model.check_length(input_ids.shape[1])
     rank = None
     if permutation is not None:

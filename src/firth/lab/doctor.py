@@ -119,7 +119,7 @@ def diagnose_run(folder: str | Path) -> Diagnosis:
             return diagnose_pretraining(folder, replace(recipe, data=data, sources=sources))
         if "task" in plain or "tasks" in plain:
             tuning = load_recipe(recipe_file, FinetuneRecipe)
-            files = {
+            files: dict[str, Any] = {
                 name: seen_from_here(getattr(tuning, name), tuning.output_dir, folder)
                 for name in ("checkpoint", "train", "dev")
             }
