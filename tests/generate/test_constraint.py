@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import datetime
+import itertools
 import json
 import random
 import re
@@ -215,6 +217,11 @@ CLOSED = {"properties": {"a": True, "b": False}, "additionalProperties": False, 
         (CLOSED, [{"a": [1]}, {}], [{"b": 1}]),
         ({"type": ["string", "null"], "maxLength": 2}, ["ab", None], ["abc", 1]),
         ({"type": "string", "pattern": "^[äöü]+$"}, ["äö"], ["ao"]),
+        (
+            {"type": "string", "format": "date"},
+            ["2024-02-29", "2000-02-29", "2023-12-31", "0001-01-01", "9999-04-30", "1900-02-28", "0004-02-29"],
+            ["2023-02-29", "1900-02-29", "2024-02-30", "2023-04-31", "0000-01-01", "2023-13-01", "2024-1-01"],
+        ),
     ],
     ids=str,
 )
@@ -225,9 +232,28 @@ def test_keywords(
         tokenizer = tokenizers[kind]
         constraint = build(tokenizer, json_schema=schema)
         for value in [*valid, *invalid]:
-            assert jsonschema.Draft202012Validator(schema).is_valid(value) == (value in valid)
+            if value in valid:
+                validate(value, schema)
+            else:
+                with pytest.raises(jsonschema.ValidationError):
+                    validate(value, schema)
             ids = tokenizer.encode(json.dumps(value, ensure_ascii=False))
             assert constraint.facts(ids)["complete"] == (value in valid), (kind, value)
+
+
+def test_days_of_a_time(tokenizers: dict[str, Tokenizer]) -> None:
+    """Each day of a leap year and of another one, in a schema that has a pattern and `allOf` already."""
+    leap_day = {"type": "string", "format": "date-time", "pattern": "Z$", "allOf": [{"pattern": "^2"}]}
+    constraint = build(tokenizers["byte-bpe"], json_schema={"anyOf": [{"type": "null"}, leap_day]})
+    for year in (2023, 2024, 2100):
+        for day in itertools.product(range(1, 13), range(28, 32)):
+            text = f"{year}-{day[0]:02}-{day[1]:02}"
+            try:
+                is_day = bool(datetime.date.fromisoformat(text))
+            except ValueError:
+                is_day = False
+            ids = tokenizers["byte-bpe"].encode(f'"{text}T12:00:00Z"')
+            assert constraint.facts(ids)["complete"] == is_day, text
 
 
 @pytest.mark.slow

@@ -30,6 +30,13 @@ SCHEMA_LIST_KEYWORDS = ("anyOf", "allOf", "oneOf", "prefixItems", "items")
 DEFINITIONS = ("$defs", "definitions")
 SCHEMA_MAP_KEYWORDS = ("properties", "patternProperties", "dependentSchemas", *DEFINITIONS)
 
+# llguidance's own pattern permits 29 February in every year, and a year 0, which most programs refuse.
+LEAP_YEAR = "([0-9]{2}(0[48]|[2468][048]|[13579][26])|(0[48]|[2468][048]|[13579][26])00)"
+REAL_DATE = (
+    f"^({LEAP_YEAR}-02-29|(000[1-9]|00[1-9][0-9]|0[1-9][0-9]{{2}}|[1-9][0-9]{{3}})-("
+    "(0[13578]|1[02])-(0[1-9]|[12][0-9]|3[01])|(0[469]|11)-(0[1-9]|[12][0-9]|30)|02-(0[1-9]|1[0-9]|2[0-8])))"
+)
+
 
 class Grammar(NamedTuple):
     """What a text must match. `body` is a grammar in the JSON form of llguidance."""
@@ -95,7 +102,30 @@ def read_schema(kind: str, value: Any) -> dict[str, Any]:
     if not isinstance(given, dict):
         raise UserError(f"{kind}: #/x-guidance must be an object of options, and is {quote(shorten(repr(given)))}.")
     options = {"whitespace_pattern": JSON_WHITESPACE, **given}
-    return {"json_schema": {**value, "x-guidance": options}}
+    return {"json_schema": {**with_real_dates(value), "x-guidance": options}}
+
+
+def with_real_dates(part: Any) -> Any:
+    """Return a part of a schema, with a pattern wherever the format is a date: 29 February only in leap years.
+
+    >>> sorted(with_real_dates({"items": {"format": "date"}})["items"])
+    ['allOf', 'format']
+    """
+    if not isinstance(part, dict):
+        return part
+    changed = {}
+    for key, value in part.items():
+        if key in SCHEMA_LIST_KEYWORDS and isinstance(value, list):
+            value = [with_real_dates(inner) for inner in value]
+        elif key in SCHEMA_MAP_KEYWORDS and isinstance(value, dict):
+            value = {name: with_real_dates(inner) for name, inner in value.items()}
+        elif key in SCHEMA_KEYWORDS:
+            value = with_real_dates(value)
+        changed[key] = value
+    others = changed.get("allOf", [])
+    if part.get("format") in ("date", "date-time") and isinstance(others, list):
+        changed["allOf"] = [*others, {"pattern": REAL_DATE}]
+    return changed
 
 
 def read_choices(kind: str, value: Any) -> dict[str, Any]:
