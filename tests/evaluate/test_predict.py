@@ -377,7 +377,7 @@ def test_stdin_has_an_encoding(topics: Path, monkeypatch: pytest.MonkeyPatch, en
     monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(f"{text}\nAnna\n".encode(encoding)), "ascii"))
     assert [i.example.texts[0] for i in reader.read_file("-", None, encoding)] == ["Málaga", "Anna"]
     monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO("Anna\nM\xe1laga\n".encode("latin-1")), "ascii"))
-    with pytest.raises(UserError, match=r"stdin: not utf-8 behind line 0\. Name its encoding by --encoding"):
+    with pytest.raises(UserError, match=r"stdin, line 1 or later: not utf-8\. Name its encoding by --encoding"):
         list(reader.read_file("-", None, "utf-8"))
 
 

@@ -217,4 +217,6 @@ def read_stdin(encoding: str) -> Iterator[str]:
         for number, line in enumerate(sys.stdin, 1):  # noqa: B007, the message names it
             yield line
     except UnicodeDecodeError:
-        raise UserError(f"stdin: not {encoding} behind line {number:,}. Name its encoding by --encoding.") from None
+        raise UserError(
+            f"stdin, line {number + 1:,} or later: not {encoding}. Name its encoding by --encoding."
+        ) from None
