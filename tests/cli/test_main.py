@@ -421,6 +421,12 @@ def test_generate_fill_models(firth: Firth, paths: dict[str, Path]) -> None:
     }
     table = firth("models").out
     assert all(name in table for name in ("bert-tiny", "word2vec", "2 for each n-gram"))
+    llamas = firth("models", "llama", "--json").json["models"]
+    assert {m["family"] for m in llamas} == {"llama"}
+    assert {m["architecture"] for m in firth("models", "encoder-decoder", "--json").json["models"]} == {
+        "encoder-decoder"
+    }
+    assert "Did you mean 'bert-tiny'" in firth("models", "bert-tinny").err
 
 
 @pytest.mark.parametrize("command", COMMANDS)
@@ -431,7 +437,7 @@ def test_help_fits_on_two_screens(command: str, firth: Firth) -> None:
     assert len(lines) <= 70
     assert max(map(len, lines)) <= 80
     assert ("--json" in done.out) == (command not in WITHOUT_JSON)
-    assert "Examples:" in done.out or command == "models"
+    assert "Examples:" in done.out
     titles = [line for line in lines if re.fullmatch(r"[A-Z].*:", line)]
     assert titles[1:2] == ["Required:"] or command in ("quickstart", "models")
     assert firth(command, "--help-all").out.count("--json") >= (command not in WITHOUT_JSON)

@@ -751,12 +751,19 @@ def export(json: bool, **options: Any) -> None:
     report_export(api.export(**options), json)
 
 
-@command(opt.JsonOptions)
-def models(json: bool) -> None:
+@command(
+    opt.ModelsOptions,
+    examples="""
+firth models
+firth models bert
+firth models encoder-decoder
+""",
+)
+def models(json: bool, name: list[str] | None = None) -> None:
     """List the presets: parameters, FLOPs per token, objective, and what they are good for."""
     from firth import api
 
-    presets = api.models()
+    presets = api.models(*[" ".join(name)] if name else [])
     if json:
         render.print_json({"models": presets})
     else:

@@ -35,6 +35,16 @@ class JsonOptions:
 
 
 @dataclass(kw_only=True)
+class ModelsOptions(JsonOptions):
+    name: list[str] | None = option(
+        None,
+        "List the presets with this in their name or family, or of this architecture. Default: all.",
+        "[NAME]",
+        argument=True,
+    )
+
+
+@dataclass(kw_only=True)
 class OutputOptions(JsonOptions):
     overwrite: bool = option(False, "Replace an earlier result in the output folder.")
 

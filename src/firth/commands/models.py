@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from firth.commands.results import ModelList
+from firth.core.errors import UserError, did_you_mean, quote
 from firth.models import FAMILY_DESCRIPTIONS, PRESETS, count_parameters, flops_per_token
 from firth.recipes import default_objective
 
@@ -16,8 +17,8 @@ STATIC_MODELS = (
 )
 
 
-def models() -> ModelList:
-    """The presets: parameters, FLOPs per token, objective and purpose.
+def models(name: str = "") -> ModelList:
+    """The presets, or those with `name` in their name or family, or of this architecture: parameters and purpose.
 
     `flops_per_token` is the forward pass in a row of 512 tokens; training takes three times as many. word2vec, GloVe
     and n-gram models look words up. Their parameters depend on the text: they are None, and `size` describes them.
@@ -47,4 +48,9 @@ def models() -> ModelList:
         }
         for name, config in PRESETS.items()
     ]
-    return ModelList(presets + static)
+    every = presets + static
+    part = name.lower()
+    found = [m for m in every if part in m["name"] or part in m["family"] or part == m["architecture"]]
+    if not found:
+        raise UserError(f"No preset has {quote(name)} in its name. {did_you_mean(name, [m['name'] for m in every])}")
+    return ModelList(found)

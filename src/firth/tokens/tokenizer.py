@@ -146,6 +146,9 @@ class Tokenizer:
             normalized = self.backend.normalizer.normalize_str(text) if self.backend.normalizer is not None else text
             return [word for word, _ in self.backend.pre_tokenizer.pre_tokenize_str(normalized)]
 
+    def __len__(self) -> int:
+        return self.vocab.size
+
     def __repr__(self) -> str:
         reads = ", reversed" if self.is_reversed else ""
         return f"Tokenizer({self.kind}, {self.vocab.size:,} tokens{reads}, {self.fingerprint})"

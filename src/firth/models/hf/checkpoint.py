@@ -126,7 +126,7 @@ def copy_weights(model: Model, state: dict[str, Tensor], source: str, new_head: 
     model.has_random_head = any(name.startswith("head.") and parameters[name].ndim > 1 for name in missing)
     if missing and not new_head:
         examples = ", ".join(missing[:3]) + (f" and {len(missing) - 3} more" if len(missing) > 3 else "")
-        warn(f"{source} has no head for this ({examples}): it starts fresh.")
+        warn(f"{source} has no weights of its head ({examples}): they start at random.")
     with torch.no_grad():
         for name, value in state.items():
             parameters[name].copy_(value)
