@@ -34,6 +34,16 @@ ROWS: dict[str, list[dict[str, object]]] = {
         {"prompt": "Where?", "response": "At the river."},
     ],
 }
+ANSWER_ROWS: dict[str, list[dict[str, object]]] = {  # of preference tuning: pairs, and single answers
+    "preference": [
+        {"prompt": "Who?", "chosen": "Anna", "rejected": "It rained."},
+        {"prompt": "Where?", "chosen": "At the river.", "rejected": "Anna saw it."},
+    ],
+    "kto": [
+        {"prompt": "Who?", "completion": "Anna", "label": True},
+        {"prompt": "Where?", "completion": "It rained.", "label": False},
+    ],
+}
 CONLL = "-DOCSTART- -X- O O\n\nAnna NNP B-NP B-PER\nsaw VBD B-VP O\nit PRP B-NP O\n\nNobody NN B-NP O\nknew VBD O O\n"
 CONTEXT = "Anna saw the cat near the river."
 SQUAD = {
@@ -104,7 +114,7 @@ class Fixtures:
         """A labelled .jsonl file."""
         path = self.folder / f"{task}.jsonl"
         if not path.exists():
-            path.write_text("".join(json.dumps(row) + "\n" for row in ROWS[task] * 2))
+            path.write_text("".join(json.dumps(row) + "\n" for row in (ROWS | ANSWER_ROWS)[task] * 2))
         return path
 
     @cached_property

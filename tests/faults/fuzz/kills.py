@@ -111,16 +111,23 @@ def make_jobs(fixtures: Fixtures) -> list[Job]:
     adapted = ["--data", fixtures.long_text, "--held-out=0.02", "--new-tokens=5", "--max-seq-length=32", "--no-bf16"]
     searched = ["--train", fixtures.many_rows, "--dev", rows, "--task=classify", "--search=4", "--seeds=1"]
     searched += ["--max-steps=60", "--save-steps=20", "--max-seq-length=32", "--no-bf16"]
+    pairs, singles, tags = (fixtures.rows(name) for name in ("preference", "kto", "tag"))
+    heads = [f"--train=a={rows}", f"--dev=a={rows}", f"--train=b={tags}", f"--dev=b={tags}"]
     taught = ["--teacher", fixtures.classify / "final", "--augment=1", "--learning-rate=1e-3"]
     prepare = ["prepare", fixtures.long_text, "--tokenizer", fixtures.shards / "tokenizer"]
     near, by_tasks = ["--dedup=near"], ["--engine=ray", "--document-timeout=0"]
+    gpt2 = fixtures.gpt2 / "final"
     return [
         Job("bert", [*pretrain, "bert-tiny", *SIZES, *steps]),
         Job("gpt2", [*pretrain, "gpt2-tiny", *SIZES, *steps]),
         Job("t5", [*pretrain, "t5-tiny", *SIZES, *steps]),
         Job("word2vec", ["pretrain", "word2vec", "--data", text, *vectors]),
         Job("finetune", ["finetune", fixtures.bert / "final", *files, *tuned]),
-        Job("LoRA", ["finetune", fixtures.gpt2 / "final", *chat, *tuned]),
+        Job("LoRA", ["finetune", gpt2, *chat, *tuned]),
+        Job("preference", ["finetune", gpt2, "--task=preference", "--train", pairs, "--dev", pairs, *tuned]),
+        Job("KTO", ["finetune", gpt2, "--task=preference", "--train", singles, "--dev", singles, *tuned]),
+        Job("reward", ["finetune", gpt2, "--task=reward", "--train", pairs, "--dev", pairs, *tuned]),
+        Job("heads", ["finetune", fixtures.bert / "final", *heads, *tuned]),
         Job("adapt", ["adapt", fixtures.bert / "final", *adapted, *steps]),
         Job("search", ["finetune", fixtures.bert / "final", *searched]),
         Job("distil", ["finetune", fixtures.bert / "final", *files, *tuned, *taught]),

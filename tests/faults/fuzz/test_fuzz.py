@@ -24,7 +24,8 @@ CI_CASES = 12  # of each group
 SLOW_CASES = int(os.environ.get("FUZZ_CASES", "3500"))
 SLOW_KILLS = int(os.environ.get("FUZZ_KILLS", "150"))  # of each command
 JOBS = (
-    *("bert", "gpt2", "t5", "word2vec", "finetune", "LoRA", "adapt", "search", "distil"),
+    *("bert", "gpt2", "t5", "word2vec", "finetune", "LoRA", "preference", "KTO", "reward", "heads"),
+    *("adapt", "search", "distil"),
     *("prepare", "prepare by tasks", "prepare on Ray"),
 )
 pytestmark = pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="reads CPU time and memory from /proc")
