@@ -19,10 +19,12 @@ that such a step took before; the same command goes on. `--jobs` steps stand sid
 most of a GPU idle: all pretrainings first, then the steps of all runs. A run of `--minutes` must have the GPU for
 itself: `--jobs 1 --steps pretraining`, then the other steps with more jobs.
 
-On an H200 a run of 10 passes with 6 layers of 384 took 47 s, three at a time. The first command makes the text; each of
-the others has the floors of the first:
+On an H200 a run of 10 passes with 6 layers of 384 took 47 s, three at a time. `--shots 4000` takes so many examples of
+SST-2, which has 67,349 and would take most of the time. The first command makes the text; each of the others has the
+floors of the first. All have the same `--shots`, as finished steps are kept:
 
-    A="python benchmarks/ablations.py --text en_wiki.train.txt.xz en_books.train.txt.xz --data DATA --output-dir WORK"
+    A="python benchmarks/ablations.py --text en_wiki.train.txt.xz en_books.train.txt.xz --data DATA --output-dir WORK \\
+       --shots 4000"
     $A --jobs 6 --time-limit 9
     $A --jobs 6 --time-limit 9 --change-seeds 3 --changes packings,tail25,decay-to-zero,decay-constant,decay-cautious
     $A --jobs 6 --time-limit 9 --change-seeds 3 --changes gates,attention-gate,value-residual,unet-skips
@@ -34,9 +36,10 @@ The regimes of the plain commands, `firth pretrain encoder --data TEXT --minutes
 the batch, the vocabulary and the size that they choose; the same with decoder and encoder-decoder:
 
     P="python benchmarks/ablations.py --text en_wiki.train.txt.xz en_books.train.txt.xz --data DATA --from-text"
-    $P --output-dir NINE --shape encoder --minutes 9 --seeds 1 --steps pretraining  # ten minutes for each seed
-    $P --output-dir NINE --shape encoder --minutes 9 --seeds 1 --jobs 5              # its scores
-    $P --output-dir TEN --shape encoder --passes 10 --jobs 3 --time-limit 9
+    $P --output-dir NINE --shape encoder --minutes 9 --steps pretraining --time-limit 10  # once for each of three seeds
+    $P --output-dir NINE --shape encoder --minutes 9 --steps pairs,sst2,stsb,qnli,wnut17 --jobs 5 --time-limit 9
+    $P --output-dir TEN --shape encoder --passes 10 --steps pretraining --time-limit 9    # 5 minutes for each seed
+    $P --output-dir TEN --shape encoder --passes 10 --jobs 5 --time-limit 9
 
 `--dry-run` lists the runs, what is left of each, and how long that takes where such steps have been timed.
 """
@@ -176,11 +179,12 @@ def compute_step(job: Job) -> tuple[Any, float] | None:
 
 def compute_steps(runs: Sequence[Run], steps: Sequence[str], args: argparse.Namespace) -> None:
     """Compute these steps of all runs where they are missing, and add the outcomes to the runs' files."""
-    longest = step_seconds(runs)
-    jobs = [Job(run, step, longest.get(step, 0.0)) for step in steps for run in runs if step in run.steps_left]
+    jobs = [Job(run, step) for step in steps for run in runs if step in run.steps_left]
     jobs = [job for job in jobs if job.step == PRETRAINING or PRETRAINING in job.run.scores]
+    # drawn one by one, so that each knows how long the earlier ones took
+    timed = ((job, job._replace(expected_seconds=expect_seconds(job, runs))) for job in jobs)
     log, start = args.output_dir / "log.txt", time.monotonic()
-    for number, (job, found) in enumerate(run_parallel(compute_step, ((j, j) for j in jobs), args.jobs, log), 1):
+    for number, (job, found) in enumerate(run_parallel(compute_step, timed, args.jobs, log), 1):
         left = f"{number}/{len(jobs)}, {format_duration(time.monotonic() - start)}: {job.run.folder.name}, {job.step}"
         if found is None:
             say(f"{left} would end after the time limit")
@@ -190,6 +194,12 @@ def compute_steps(runs: Sequence[Run], steps: Sequence[str], args: argparse.Name
         scores |= {job.step: outcome, "seconds": {**scores.get("seconds", {}), job.step: seconds}}
         write_json(job.run.folder / STEPS_FILE, scores)
         say(f"{left} took {format_duration(seconds)}")
+
+
+def expect_seconds(job: Job, runs: Sequence[Run]) -> float:
+    """Return how long a step will take: as long as the longest such step so far, and no less than its minutes."""
+    minutes = job.run.args.minutes or 0.0
+    return max(step_seconds(runs).get(job.step, 0.0), 60 * minutes if job.step == PRETRAINING else 0.0)
 
 
 def step_seconds(runs: Sequence[Run]) -> dict[str, float]:
@@ -295,7 +305,8 @@ def summarize(scores: Mapping[str, Any]) -> dict[str, float]:
     """Return the figures of a run: held-out loss, the mean over paradigms, and each task."""
     pairs = scores[PAIRS].values()
     tasks = {name: value for name, value in scores.items() if name in TASKS}
-    return {"loss": scores[PRETRAINING]["eval_loss"], "pairs": mean(pairs), **tasks}
+    loss = scores[PRETRAINING]["eval_loss"]  # None where the text is too small to hold some out
+    return {"loss": math.nan if loss is None else loss, "pairs": mean(pairs), **tasks}
 
 
 def find_floors(baseline: Sequence[Mapping[str, float]]) -> dict[str, float]:
@@ -318,7 +329,7 @@ def judge(gains: Mapping[str, float], floors: Mapping[str, float]) -> str:
     >>> judge({"pairs": 0.05, "sst2": -0.011}, floors), judge({"pairs": -0.01, "sst2": 0.0}, floors)
     ('loses on sst2', 'loses on pairs')
     """
-    if any(math.isnan(floor) for floor in floors.values()):
+    if any(math.isnan(floor) for name, floor in floors.items() if name != "loss"):
         return "no floor: give the baseline more seeds"
     lost = [name for name, gain in gains.items() if name != "loss" and gain < -NUM_FLOORS * floors[name]]
     if lost:
@@ -338,6 +349,17 @@ def compare(found: Mapping[str, Sequence[Mapping[str, Any]]]) -> dict[str, Any]:
         verdict = "" if change == BASELINE else judge(gains, floors)
         table[change] = {"seeds": len(own), "means": means, "gains": gains, "verdict": verdict}
     return {"floors": floors, "changes": table}
+
+
+def without_nan(value: Any) -> Any:
+    """Return nested dictionaries with None in place of NaN, which JSON has not.
+
+    >>> without_nan({"floors": {"loss": math.nan, "pairs": 0.5}, "verdict": "helps"})
+    {'floors': {'loss': None, 'pairs': 0.5}, 'verdict': 'helps'}
+    """
+    if isinstance(value, dict):
+        return {name: without_nan(part) for name, part in value.items()}
+    return None if isinstance(value, float) and math.isnan(value) else value
 
 
 def print_tables(
@@ -458,6 +480,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         return
     result = compare(found)
     print_tables(result, found, read_phenomena(args.data))
+    result = without_nan(result)
     write_json(args.output_dir / "ablations.json", {**result, "runs": found})
     if args.json:
         print(json.dumps({"seconds": time.monotonic() - start, **result}))

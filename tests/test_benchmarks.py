@@ -990,6 +990,9 @@ def test_ablations_keep_a_time_limit_and_go_on(
     assert computed[4:] == ["baseline-0 sst2", "vocab8k-0 sst2"]
     assert json.loads(capsys.readouterr().out.splitlines()[-1])["changes"]["vocab8k"]["gains"]["pairs"] == 0
     assert json.loads((work / "ablations.json").read_text())["runs"]["vocab8k"][0]["sst2"] == 0.8
+    words[words.index(str(work))] = str(tmp_path / "timed")
+    ablations.main([*words, "--minutes", "9", "--time-limit", "8.9"])
+    assert computed[6:] == [], "a run of nine minutes takes nine minutes"
 
 
 def test_mistakes_of_ablations_are_explained(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
