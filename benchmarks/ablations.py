@@ -317,7 +317,10 @@ def find_floors(baseline: Sequence[Mapping[str, float]]) -> dict[str, float]:
     """
     if len(baseline) < 2:
         return dict.fromkeys(baseline[0], math.nan)
-    return {name: round(stdev(run[name] for run in baseline), 9) for name in baseline[0]}
+    columns = {name: [run[name] for run in baseline] for name in baseline[0]}
+    return {
+        name: math.nan if any(map(math.isnan, values)) else round(stdev(values), 9) for name, values in columns.items()
+    }
 
 
 def judge(gains: Mapping[str, float], floors: Mapping[str, float]) -> str:
