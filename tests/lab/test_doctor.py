@@ -348,6 +348,13 @@ def test_a_run_is_examined_from_any_folder(
     shown = CliRunner().invoke(app, ["doctor", "a"]).stdout
     assert "not examined: the text and its labels" in shown
     assert "healthy" not in shown
+    Path("a/log.jsonl").write_text("damaged\n")
+    found = diagnose_run("a")
+    assert found.not_examined[0] == "the log: log.jsonl is missing, or has no line of a step"
+    assert found.num_rules == 0
+    shown = CliRunner().invoke(app, ["doctor", "a"]).stdout
+    assert "no finding of 0 rules" in shown
+    assert "healthy" not in shown
 
 
 def test_other_folders_are_refused(tmp_path: Path) -> None:

@@ -98,6 +98,9 @@ class Diagnosis:
         }
 
 
+NO_LOG = "the log: {} is missing, or has no line of a step"
+
+
 def diagnose_run(folder: str | Path) -> Diagnosis:
     """Examine the run in a folder: a pretraining or a fine-tuning."""
     folder = Path(folder)
@@ -155,7 +158,7 @@ def try_diagnosis(folder: Path) -> list[Finding] | None:
 def diagnose_pretraining(folder: Path, recipe: Recipe) -> Diagnosis:
     lines = read_run_log(folder / "log.jsonl")
     timings = sum_timings(read_run_log(folder / TIMINGS_FILE))
-    not_examined: list[str] = []
+    not_examined = [] if lines else [NO_LOG.format("log.jsonl")]
     shards: ShardSet | MixedShards | None = None
     try:
         shards = open_recipe_shards(recipe)
@@ -181,7 +184,8 @@ def diagnose_pretraining(folder: Path, recipe: Recipe) -> Diagnosis:
     findings += examine((*LOG_RULES, *REFERENCE_RULES), facts)
     if shards is not None:
         findings = [with_step_text(finding, facts, recipe, shards) for finding in findings]
-    rules = len(LOG_RULES) + len(REFERENCE_RULES) + (len(TEXT_RULES) + len(BATCH_RULES) if shards else 0)
+    rules = (len(LOG_RULES) + len(REFERENCE_RULES)) * bool(lines)
+    rules += (len(TEXT_RULES) + len(BATCH_RULES)) * (shards is not None)
     return Diagnosis(
         str(folder),
         "pretraining",
@@ -430,12 +434,14 @@ class FinetuneFacts:
 
 
 def diagnose_finetuning(folder: Path, recipe: FinetuneRecipe) -> Diagnosis:
-    findings, not_examined = list[Finding](), list[str]()
-    for seed in sorted(folder.glob("seed-*")):
-        facts = LogFacts(recipe, read_run_log(seed / "log.jsonl"), run=str(folder))
-        own = examine(FINETUNING_RULES, facts)
+    findings, not_examined, num_rules = list[Finding](), list[str](), 0
+    for seed in sorted(folder.glob("seed-*")) or [folder / "seed-0"]:
+        if not (lines := read_run_log(seed / "log.jsonl")):
+            not_examined.append(NO_LOG.format(f"{seed.name}/log.jsonl"))
+            continue
+        own = examine(FINETUNING_RULES, LogFacts(recipe, lines, run=str(folder)))
         findings += [replace(finding, evidence={"seed": seed.name, **finding.evidence}) for finding in own]
-    num_rules = len(FINETUNING_RULES)
+        num_rules = len(FINETUNING_RULES)
     try:
         data = read_finetune_data(recipe)
     except (UserError, OSError) as e:
