@@ -100,7 +100,7 @@ def read_intermediate(file: Path, dataclass_type: type[DataclassT]) -> Dataclass
             raise UserError(f"{file} does not match its checksum.")
         return from_dict(stored, dataclass_type, str(file), is_yaml=False)
     except UserError as e:
-        warn(f"{e} Its content is computed again.")
+        warn(f"{e} It is not used.")
         return None
 
 

@@ -411,6 +411,8 @@ def run_folders(fixtures: Fixtures) -> MakeCase:
         for path in rng.sample(files, rng.choice([1, 1, 2])):
             if rng.random() < 0.1:
                 path.unlink(missing_ok=True)
+                if rng.random() < 0.3:
+                    os.mkfifo(path)
             else:
                 mutate_file(rng, path, by_extension(path) if path.stat().st_size else mutate_bytes)
         last = rng.choice([["--resume"]] * 6 + [["--overwrite"], []])
@@ -462,10 +464,15 @@ def texts(fixtures: Fixtures) -> MakeCase:
             ]
         prepare = ["prepare", path, "--tokenizer", tokenizer, "--workers=1", *options]
         train = ["tokenizer", path, "--kind", rng.choice(["wordpiece", "byte-bpe", "unigram", "bpe", "char", "word"])]
+        if rng.random() < 0.3 and not is_bomb:
+            train = ["tokenizer", "--extend", tokenizer, path]
         score = ["evaluate", fixtures.gpt2 / "final", "--task=perplexity", "--data", path, *options]
         # A text of 40 MB is read in seconds; a model that scores it needs minutes, whatever its file is.
         return Case(
-            rng.choices([prepare, [*train, *options, "--vocab-size=300"], score], [10, 6, 0 if is_bomb else 1])[0]
+            rng.choices(
+                [prepare, [*train, *options, *["--vocab-size=300"] * ("--kind" in train)], score],
+                [10, 6, 0 if is_bomb else 1],
+            )[0]
         )
 
     return make
@@ -503,6 +510,9 @@ def labelled_jsonl(fixtures: Fixtures) -> MakeCase:
             return Case(["prepare", path, "--tokenizer", tokenizer, "--workers=1", "--output-dir", folder / "out"])
         if rng.random() < 0.1:
             return Case(["embed", fixtures.bert / "final", "--texts", path, "--output-dir", folder / "out"])
+        if rng.random() < 0.1:
+            output = rng.choice([path, folder / "out.csv", folder / "out.tsv", folder / "out.jsonl"])
+            return Case(["predict", fixtures.classify / "final", "--data", path, "--output", output, "--overwrite"])
         return labelled_command(rng, task, path, folder, fixtures)
 
     return make
@@ -731,6 +741,21 @@ def file_system(fixtures: Fixtures) -> MakeCase:
             ["pretrain", "bert-tiny", "--data", fixtures.shards, *SIZES, *STEPS, "--output-dir", run, *last], (run,)
         )
 
+    def publishing(rng: random.Random, folder: Path) -> Case:
+        """A link or a pipe in a model folder that is exported, or pushed without a network."""
+        model, mine = copy(fixtures.bert / "final", folder / "model"), folder / "mine.txt"
+        mine.write_text("years of work\n")
+        name = rng.choice(["README.md", "modules.json", "1_Pooling/config.json", "task.json", "generation_config.json"])
+        path = model / name
+        path.parent.mkdir(exist_ok=True)
+        path.unlink(missing_ok=True)
+        if rng.random() < 0.3:
+            os.mkfifo(path)
+        else:
+            os.symlink(rng.choice([mine, "/dev/zero", "nowhere"]), path)
+        export = ["export", model, "--output-dir", folder / "out"]
+        return Case(rng.choice([export, ["push", model, "me/animals"], ["embed", model, "a cat"]]))
+
     def overwriting(rng: random.Random, folder: Path) -> Case:
         """--overwrite on a folder with a person's files, which a manifest may name."""
         out = folder / "out"
@@ -766,7 +791,7 @@ def file_system(fixtures: Fixtures) -> MakeCase:
         return Case(rng.choice(commands), replaced=replaced, codes=(0, 1, 2), max_file_bytes=size)
 
     def make(rng: random.Random, folder: Path) -> Case:
-        return rng.choices([reading, planting, overwriting, full_disk], [12, 1, 2, 3])[0](rng, folder)
+        return rng.choices([reading, planting, publishing, overwriting, full_disk], [12, 1, 2, 2, 3])[0](rng, folder)
 
     return make
 

@@ -64,7 +64,7 @@ WRITE_EVENTS = ("os.rename", "os.remove", "os.mkdir", "os.rmdir", "os.truncate",
 WRITE_FLAGS = os.O_WRONLY | os.O_RDWR | os.O_CREAT
 # Times and paths differ between two runs; reports and cards quote them.
 VOLATILE_FILES = (
-    *("report.html", "README.md", ".lock", ".clock", MANIFEST_FILE, "source.json"),
+    *("report.html", "search.html", "README.md", ".lock", ".clock", MANIFEST_FILE, "source.json"),
     *("timings.jsonl", "samples.jsonl", "findings.json"),  # depend on the time that steps take
     *(".verified.json", "..verified.json.tmp"),  # a note that shards were verified; the next note replaces the second
 )
