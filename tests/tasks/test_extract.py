@@ -137,7 +137,7 @@ def test_given_schema_that_is_wrong(data: tuple[Path, Path], tmp_path: Path) -> 
     model.tokenizer = tokenizer
     (tmp_path / "start").mkdir()
     write_model(model, tmp_path / "start")
-    with pytest.raises(UserError, match="#/properties/age: Unknown format: year"):
+    with pytest.raises(UserError, match="#/properties/age/format: Unknown format: year"):
         api.finetune(
             tmp_path / "start",
             task="extract",
