@@ -408,6 +408,8 @@ def test_a_column_that_was_named_must_be_there_and_goes_first(tmp_path: Path) ->
     message = refusal(path, "regress", columns={"text_b": "txt_b"})
     assert "no column 'txt_b'; there are: text_a, text_b, score, gold." in message
     assert message.endswith("--columns text_b=text_b.")
+    other = write(tmp_path / "dev.csv", "text,label\nx,y\n")  # where train has the column Question
+    assert refusal(other, columns={"text": "Question"}).endswith("rename 'text' to 'Question' in this one.")
 
 
 def test_json_that_is_no_list_of_objects(tmp_path: Path) -> None:

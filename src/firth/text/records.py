@@ -257,7 +257,9 @@ def get_column_value(record: Mapping[str, Any], role: str, column: str, where: s
         names = list_names(record) or "none"
         close = get_close_matches(role if alternatives else column, map(str, record), n=1)
         hint = f"Name the right one: --columns {role}={close[0] if close else 'NAME'}."
-        if len(record) == 1 and ";" in names:
+        if not close and column != role and role in record:
+            hint = f"--columns names the columns of all files: rename {quote(role)} to {quote(column)} in this one."
+        elif len(record) == 1 and ";" in names:
             hint = "It looks separated by semicolons: name it .csv."
         raise MissingColumnError(
             f"{where}: no column {quote(column)}{alternatives}; there are: {names}. {hint}", tuple(map(str, record))
