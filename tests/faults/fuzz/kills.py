@@ -76,6 +76,7 @@ VOLATILE_FIELDS = (
     "tokens_per_second",
     "words_per_second",
     "shapes",  # that this process computed
+    *("ms_per_example", "ms_per_example_in_batches"),
     "content_sha256",  # of seconds too
 )
 RESULT_FILES = ("results.json", "finetuning.json", "state.json", "adapt.json", "search.json", "learning_rate.json")
