@@ -41,6 +41,8 @@ def falling(first: float, last: float, n: int = 40) -> list[float]:
             "the loss went from 0.708 to 0.892: the learning rate of 0.008 is too high. Try",
         ),
         (falling(0.7, 0.9), {}, "--learning-rate 0.002"),
+        (falling(17.0, 0.7), {}, "the learning rate of 0.008 is too high"),
+        ([*falling(17.0, 0.1), *[0.1] * 10], {}, "so it learned train, and dev does not follow"),
         (falling(0.7, 0.69), {"max_steps": 40}, "in 40 steps: these are too few"),
         (falling(0.7, 0.4), {}, "in 400 steps: these are too few"),
         (falling(0.7, 0.1), {}, "so it learned train, and dev does not follow"),

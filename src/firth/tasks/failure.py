@@ -21,6 +21,7 @@ MIN_LOGGED_LOSSES = 10  # fewer do not show where the loss went
 RISE = 1.02  # last losses over first losses: above, the loss rose
 FALL = 0.95  # below, the loss was still falling when the run ended
 LEARNED = 0.5  # below, the model has learned its training examples
+EXPLODED = 2.0  # first losses over the loss of equal odds for all labels: above, the first steps were too long
 FEW_STEPS = 200  # the shortest default run
 
 
@@ -46,13 +47,14 @@ def explain_failed_seed(
     part = max(len(losses) // 10, 3)
     first, last = fmean(losses[:part]), fmean(losses[-part:])
     course = f"the loss went from {first:.3f} to {last:.3f}"
-    if last > RISE * first:
+    entropy = label_entropy(recipe, train)
+    has_exploded = entropy is not None and last > FALL * entropy and first > EXPLODED * equal_odds_loss(train)
+    if last > RISE * first or has_exploded:
         high = f"{course}: the learning rate of {recipe.learning_rate:g} is too high. Try {lower}"
         return FailureCause(high, lower)
     if last < LEARNED * first:
         learned = f"{course}, so it learned train, and dev does not follow: too few examples, or other labels in dev"
         return FailureCause(learned, "")
-    entropy = label_entropy(recipe, train)
     unrelated = entropy is not None and last > FALL * entropy
     doubt = f", or labels do not follow from the texts: their frequencies alone have {entropy:.3f}" if unrelated else ""
     if steps < FEW_STEPS or last < FALL * first:
@@ -78,6 +80,11 @@ def label_entropy(recipe: FinetuneRecipe, train: Sequence[Example]) -> float | N
         return None
     counts = Counter(e.target for e in train).values()
     return -sum(n / len(train) * math.log(n / len(train)) for n in counts)
+
+
+def equal_odds_loss(train: Sequence[Example]) -> float:
+    """Return the loss in nats of a model that gives all labels the same probability, as a new head nearly does."""
+    return math.log(len({e.target for e in train}))
 
 
 def find_constant_label(recipe: FinetuneRecipe, train: Sequence[Example], dev: Sequence[Example]) -> str | None:
