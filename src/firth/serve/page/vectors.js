@@ -56,8 +56,8 @@ class View {
   }
 }
 
-const LABEL_HEIGHT = 13;
-const MAX_LABEL_SHIFT = 4 * LABEL_HEIGHT; // further from its point a label is not understood
+const LABEL_HEIGHT = 15; // with the raised line number
+const MAX_LABEL_SHIFT = 60; // further from its point a label is not understood
 
 const SAME_PLACE = 9; // distance of two points of one word that share a label
 
