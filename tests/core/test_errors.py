@@ -15,6 +15,7 @@ from firth.core.errors import MAX_QUOTED_CHARS, UserError, did_you_mean, list_na
 from firth.core.serialization import from_dict
 from firth.evaluate.gguf_layout import no_graph
 from firth.models import ModelConfig
+from firth.models.presets import bert
 from firth.text.formats.registry import parse_mail_parts
 from firth.text.normalize import parse_normal_forms
 from firth.text.open_text import check_encoding
@@ -115,4 +116,4 @@ def test_values_of_options_are_cut() -> None:
         with pytest.raises(UserError) as told:
             check("x" * 5000)
         assert len(str(told.value)) < 300
-    assert len(no_graph("head", "x" * 5000, "bert")) < 200
+    assert len(no_graph(bert(2, 8, 2), "head", "x" * 5000, "bert")) < 200

@@ -408,8 +408,8 @@ def test_a_stream_that_fails_leaves_no_shards(
     with pytest.raises(KeyboardInterrupt):
         prepare(failing(), tokenizer, tmp_path / "s")
     assert {p.name for p in tmp_path.iterdir()} == {".s.part", ".s.journal"}, "for --resume"
-    for folder in (tmp_path / "s", tmp_path / ".s.part"):
-        with pytest.raises(UserError, match="not a shards folder"):
+    for folder, message in ((tmp_path / "s", "no such folder"), (tmp_path / ".s.part", "not a shards folder")):
+        with pytest.raises(UserError, match=message):
             open_shards(folder)
 
 

@@ -176,7 +176,7 @@ def test_a_backbone_without_prefix(family: str, tmp_path: Path, capsys: pytest.C
     mine, other = again.state_dict(), model.state_dict()
     assert all(torch.equal(mine[k], other[k]) for k in mine if not k.startswith("head."))
     fresh = any(k.startswith("head.") for k in mine)  # the head of GPT-2 is its embedding
-    assert ("starts fresh" in capsys.readouterr().err) == fresh
+    assert ("start at random" in capsys.readouterr().err) == fresh
 
 
 ODDMENTS = {  # what published files hold beside what the model needs
@@ -419,7 +419,7 @@ def test_an_extra_can_be_added_to_a_checkpoint(name: str, tmp_path: Path, capsys
     ours = model.state_dict()
     body = {n: p for n, p in plain.state_dict().items() if n.startswith(("embed.", "stack."))}
     assert all(torch.equal(p, ours[n]) for n, p in body.items())
-    assert "starts fresh" in " ".join(capsys.readouterr().err.split())
+    assert "start at random" in " ".join(capsys.readouterr().err.split())
     with pytest.raises(UserError, match="missing"):
         load_weights(model, read_tensors(tmp_path), str(tmp_path), strict=True)
 
