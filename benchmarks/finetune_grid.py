@@ -126,14 +126,16 @@ def parse_options(arguments: Sequence[str] | None) -> argparse.Namespace:
     )
     parser.add_argument("--tasks", default=",".join(TASKS), help="names with commas (all six)")
     parser.add_argument("--seeds", type=int, default=3, help="of each cell (3; 1 with --quick)")
+    parser.add_argument("--epochs", help="numbers of epochs with commas (1,3,8; 1,3,6 with --quick)")
     parser.add_argument("--shots", type=int, default=0, help="training examples of a task; 0: all")
     parser.add_argument("--processes", type=int, default=12, help="fine-tunings side by side (12)")
     parser.add_argument("--quick", action="store_true", help=f"one seed, {QUICK_SHOTS:,} examples, fewer epochs")
     parser.add_argument("--output", type=Path, help="write all scores as JSON")
     args = parser.parse_intermixed_args(arguments)
-    args.epochs = EPOCHS
     if args.quick:
-        args.seeds, args.shots, args.epochs = 1, args.shots or QUICK_SHOTS, QUICK_EPOCHS
+        args.seeds, args.shots = 1, args.shots or QUICK_SHOTS
+    epochs = [float(n) for n in (args.epochs or "").split(",") if n]
+    args.epochs = epochs or (QUICK_EPOCHS if args.quick else EPOCHS)
     return args
 
 

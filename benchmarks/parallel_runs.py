@@ -20,6 +20,8 @@ def run_parallel(
 ) -> Iterator[tuple[Key, Result]]:
     """Yield results as they finish. The next input is drawn when a process is free; the output goes to the log.
 
+    After an error no job starts, and the results of those that run are yielded before it is raised.
+
     >>> dict(run_parallel(abs, [("a", -1), ("b", 2)], 1, Path("unused")))
     {'a': 1, 'b': 2}
     """
@@ -30,13 +32,19 @@ def run_parallel(
     running: dict[Future[Result], Key] = {}
     threads = max(1, (os.cpu_count() or 1) // num_processes)
     with ProcessPoolExecutor(num_processes, get_context("spawn"), init_process, (log, threads)) as pool:
+        error: BaseException | None = None
         while True:
-            while len(running) < num_processes and (item := next(pending, None)) is not None:
+            while error is None and len(running) < num_processes and (item := next(pending, None)) is not None:
                 running[pool.submit(job, item[1])] = item[0]
             if not running:
-                return
+                break
             for done in wait(running, return_when=FIRST_COMPLETED).done:
-                yield running.pop(done), done.result()
+                key, failed = running.pop(done), done.exception()
+                if failed is None:
+                    yield key, done.result()
+                error = error or failed
+        if error is not None:
+            raise error
 
 
 def init_process(log: Path, threads: int) -> None:

@@ -6,7 +6,10 @@ import os
 import shutil
 import subprocess
 import sys
+from contextlib import ExitStack
 from itertools import pairwise
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -130,6 +133,44 @@ def test_a_damaged_packing_is_computed_again(shards: FakeShards) -> None:
     for _ in range(2):
         assert np.array_equal(PackedDataset(shards, 32, BERT, PAD, seed=0).packing.piece_start, fresh.piece_start)
     assert (folder / "piece_start.npy").stat().st_size > 0
+
+
+def test_arrays_that_another_process_has_finished_meanwhile_stay(
+    shards: FakeShards, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Runs on the same shards begin together: each packs the rows, and the others already read those of the first."""
+    held: list[Any] = []  # open files, so that no new file gets their numbers
+
+    def pack_after_another_process(*args: Any) -> RowPacking:
+        monkeypatch.undo()
+        PackedDataset(shards, 32, BERT, PAD, seed=0)
+        held.extend(stack.enter_context(open(file, "rb")) for file in sorted(shards.folder.glob("*/*")))
+        return split_into_rows(*args)
+
+    split_into_rows = packing_module.pack_documents
+    monkeypatch.setattr(packing_module, "pack_documents", pack_after_another_process)
+    with ExitStack() as stack:
+        late = PackedDataset(shards, 32, BERT, PAD, seed=0).packing
+        stored = [file.stat().st_ino for file in sorted(shards.folder.glob("*/*"))]
+        assert stored == [os.fstat(file.fileno()).st_ino for file in held]
+    assert np.array_equal(late.piece_start, PackedDataset(shards, 32, BERT, PAD, seed=0).packing.piece_start)
+
+
+def test_arrays_that_vanish_while_they_are_read_are_computed_again(
+    shards: FakeShards, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fresh = PackedDataset(shards, 32, BERT, PAD, seed=0).packing
+    (folder,) = shards.folder.iterdir()
+    load = np.load
+
+    def load_too_late(file: Path, **options: Any) -> Any:
+        monkeypatch.undo()
+        shutil.rmtree(folder)
+        return load(file, **options)
+
+    monkeypatch.setattr(np, "load", load_too_late)
+    assert np.array_equal(PackedDataset(shards, 32, BERT, PAD, seed=0).packing.piece_start, fresh.piece_start)
+    assert folder.is_dir()
 
 
 def test_what_a_killed_process_left_of_a_packing_is_removed(shards: FakeShards) -> None:

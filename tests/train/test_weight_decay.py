@@ -127,7 +127,7 @@ def test_the_bf16_copy_follows_cautious_decay(recipe_of: Recipes, shards_of: Mak
     run, optimizer = TrainingRun(recipe, compute, model, lambda step: []), make_optimizer(model, recipe)
     runner = build_step_runner(run)
     micro = make_pretrain_batch_fn(recipe, make_row_dataset(recipe, shards, held_out=False), shards.tokenizer)(0)
-    train_step(run, runner, optimizer, [batch.to(compute.device) for batch in micro], 0, 0.1)
+    train_step(run, runner, optimizer, micro, 0, 0.1)
     runner.begin_step()
     pairs = zip(model.parameters(), runner.compute_model.parameters(), strict=True)
     assert all(torch.equal(master.bfloat16(), copy) for master, copy in pairs)

@@ -26,7 +26,7 @@ import os
 import re
 import shutil
 import time
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property
@@ -402,25 +402,49 @@ def load_or_compute_arrays(
     if not shards.stores_arrays:
         return compute()
     folder = shards.folder / name
-    files = [folder / f"{field}.npy" for field in array_type._fields]
-    if find_corruption(folder) is None and all(map(Path.is_file, files)):
-        shards.watch_files(files)
-        return array_type(*(np.load(file, mmap_mode="r") for file in files))
+    if (stored := load_arrays(shards, folder, array_type)) is not None:
+        return stored
     arrays = compute()
     try:
-        shutil.rmtree(folder, ignore_errors=True)
         save_arrays(arrays, folder)
     except OSError as e:
         say(f"{shards.folder} cannot be written ({e.strerror}): the next run computes its rows again.")
     return arrays
 
 
+def load_arrays(shards: Shards, folder: Path, array_type: type[ArraysT]) -> ArraysT | None:
+    """Memory-map the arrays in a folder; None if it is not whole, or if another process replaces it meanwhile."""
+    files = array_files(folder, array_type)
+    try:
+        if not are_whole(files):
+            return None
+        arrays = array_type(*(np.load(file, mmap_mode="r") for file in files))
+    except FileNotFoundError:
+        return None
+    shards.watch_files(files)
+    return arrays
+
+
+def array_files(folder: Path, array_type: type[NamedTuple]) -> list[Path]:
+    return [folder / f"{field}.npy" for field in array_type._fields]
+
+
+def are_whole(files: Sequence[Path]) -> bool:
+    return find_corruption(files[0].parent) is None and all(map(Path.is_file, files))
+
+
 def save_arrays(arrays: NamedTuple, folder: Path) -> None:
-    """Write arrays. Several processes may do so at once: each writes its own folder, and the first rename wins."""
+    """Write arrays. Several processes may do so at once: each writes its own folder, and the first rename wins.
+
+    Other processes read a folder that is whole, so only a damaged one is removed.
+    """
     own_folder = folder.with_name(f"{folder.name}.{os.getpid()}")
     with atomic_folder(own_folder, "rows") as temporary:
         for name, array in arrays._asdict().items():
             write_npy(temporary / f"{name}.npy", array)
+    with suppress(FileNotFoundError):
+        if not are_whole(array_files(folder, type(arrays))):
+            shutil.rmtree(folder, ignore_errors=True)
     try:
         own_folder.rename(folder)
     except OSError:
