@@ -47,6 +47,15 @@ def make_run(folder: Path, steps: int = 3, max_steps: int = 10) -> Path:
     return folder
 
 
+def train(folder: Path, seconds: float) -> None:
+    """Let a run train for so long."""
+    with (folder / "log.jsonl").open("a") as log, (folder / "timings.jsonl").open("a") as timings:
+        log.write('{"step": 4, "loss": 4.0}\n')
+        timings.write(
+            f'{{"step": 4, "steps": 1, "tokens": 10, "seconds": {seconds}, "data_wait": 0.0, "device": "cpu"}}\n'
+        )
+
+
 def open_runs(folder: Path) -> TestClient:
     config = ServeConfig(runs=str(folder))
     return TestClient(Gate(make_app(ModelServer({}, config)), config, 0), "http://localhost")
@@ -484,7 +493,7 @@ def test_a_log_is_examined_once_for_each_change(tmp_path: Path, monkeypatch: pyt
     folder = make_run(tmp_path / "run")
     examined: list[Path] = []
 
-    def examine(path: Path, hold: Any) -> dict[str, Any]:
+    def examine(path: Path, limit: float, hold: Any) -> dict[str, Any]:
         examined.append(path)
         if len(examined) == 3:
             raise UserError("the shards are gone")
@@ -506,11 +515,13 @@ def test_a_log_is_examined_once_for_each_change(tmp_path: Path, monkeypatch: pyt
     assert run.summary is not None
     run.summary = run.summary._replace(state="running")
     assert read_all()["state"] == "examined"  # a run that trains is examined again after a pause
-    monkeypatch.setattr(run_notes, "MIN_PAUSE_S", 0.0)
-    monkeypatch.setattr(run_notes, "PAUSE_FACTOR", 0.0)
+    monkeypatch.setattr(run_notes, "DOCTOR_SHARE", math.inf)
+    train(folder, 1.0)
+    run.update()
     assert read_all()["state"] == "examining"
     assert read_all()["number"] == 2
     write_json(folder / "results.json", {})
+    run.summary = run.summary._replace(state="finished")
     read_all()
     found = read_all()
     assert (found["state"], found["error"]) == ("failed", "the shards are gone")
@@ -520,7 +531,7 @@ def test_a_log_is_examined_once_for_each_change(tmp_path: Path, monkeypatch: pyt
 def test_what_the_run_itself_has_found_is_told_until_the_doctor_answers(tmp_path: Path) -> None:
     folder, go_on = make_run(tmp_path / "run"), threading.Event()
 
-    def examine(path: Path, hold: Any) -> dict[str, Any]:
+    def examine(path: Path, limit: float, hold: Any) -> dict[str, Any]:
         go_on.wait(10)
         return {"findings": [], "references": {}, "rules": 32, "not_examined": []}
 
@@ -543,28 +554,42 @@ def test_what_the_run_itself_has_found_is_told_until_the_doctor_answers(tmp_path
     notes.stop()
 
 
-def test_a_run_is_examined_for_a_hundredth_of_the_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The pause follows the computing time: an idle process that waited long for its turn has taken little."""
-    folder, used, now = make_run(tmp_path / "run"), [0.0], [1000.0]
+def test_a_run_is_examined_for_a_hundredth_of_its_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first examination waits as the later ones do, and one that takes too long is ended."""
+    folder, used, takes = make_run(tmp_path / "run"), [0.0], [6.0]
     monkeypatch.setattr(run_notes, "child_cpu_seconds", lambda: used[0])
-    monkeypatch.setattr(run_notes.time, "monotonic", lambda: now[0])
 
-    def examine(path: Path, hold: Any) -> dict[str, Any]:
-        now[0] += 50.0
-        used[0] += 6.0
+    def examine(path: Path, limit: float, hold: Any) -> dict[str, Any]:
+        used[0] += min(takes[0], limit)
+        if takes[0] > limit:
+            raise run_notes.OutOfTime("it takes too long")
         return {"findings": [{"rule": "plateau", "level": "warning"}], "references": {}, "rules": 32}
 
     notes, (run,) = RunNotes(examine), RunsFolder(tmp_path).scan().values()
     assert run.summary is not None
     run.summary = run.summary._replace(state="running")
+    examined, trained = [], 0
+    for _ in range(400):
+        train(folder, 10.0)
+        run.update()
+        trained += 10
+        if trained == 1700:
+            takes[0] = 9.0
+        before = used[0]
+        notes.read(run)
+        notes.worker.submit(lambda: None).result()
+        if used[0] > before:
+            examined.append((trained, used[0] - before))
+        assert used[0] <= 0.01 * trained
+        assert notes.read(run)["state"] == ("later" if trained < 800 else "examined")
+    # 8 s are expected, 6 s taken; then 9 s, of which 6 are allowed; twice as long later they are
+    assert examined == [(800, 6.0), (1400, 6.0), (2000, 6.0), (3200, 9.0)]
+    assert notes.read(run)["number"] == 3
+    train(folder, 1.0)
+    os.truncate(folder / "timings.jsonl", 0)  # it is resumed, and counts anew
+    run.update()
     notes.read(run)
-    notes.worker.submit(lambda: None).result()
-    with (folder / "log.jsonl").open("a") as log:
-        log.write('{"step": 4, "loss": 4.0}\n')
-    ended = now[0]
-    for now[0], state in ((ended + 599.0, "examined"), (ended + 601.0, "examining")):
-        assert notes.read(run)["state"] == state
-    notes.worker.submit(lambda: None).result()
+    assert used[0] == 27.0
     # What the run finds after an examination stands beside the doctor's notes, once, the worst first.
     plateau, rate = (
         Finding(rule, level, rule, {}, "Why.", "firth").to_dict()
@@ -577,6 +602,10 @@ def test_a_run_is_examined_for_a_hundredth_of_the_time(tmp_path: Path, monkeypat
     ]
     os.utime(folder / "findings.json", (0, 0))  # known when the doctor examined the run
     assert [f["rule"] for f in notes.read(run)["findings"]] == ["plateau"]
+    run.summary = run.summary._replace(state="finished")
+    assert notes.read(run)["state"] == "examining"
+    notes.worker.submit(lambda: None).result()
+    assert used[0] == 36.0
     notes.stop()
 
 
@@ -592,8 +621,10 @@ def test_the_doctor_runs_as_an_idle_process(tmp_path: Path, monkeypatch: pytest.
         policies.append(os.sched_getscheduler(process.pid))
 
     with pytest.raises(UserError, match="the doctor knows language models and fine-tunings"):
-        run_notes.examine_at_idle_priority(Path("-run"), hold)
-    assert policies == [os.SCHED_IDLE]
+        run_notes.examine_at_idle_priority(Path("-run"), 60.0, hold)
+    with pytest.raises(run_notes.OutOfTime):
+        run_notes.examine_at_idle_priority(Path("-run"), 0.5, hold)  # importing torch takes longer than a second
+    assert policies == [os.SCHED_IDLE] * 2
 
 
 def test_a_log_that_becomes_a_pipe_holds_nobody(tmp_path: Path) -> None:

@@ -144,7 +144,7 @@ def test_arrays_that_another_process_has_finished_meanwhile_stay(
     def pack_after_another_process(*args: Any) -> RowPacking:
         monkeypatch.undo()
         PackedDataset(shards, 32, BERT, PAD, seed=0)
-        held.extend(stack.enter_context(open(file, "rb")) for file in sorted(shards.folder.glob("*/*")))
+        held.extend(stack.enter_context(file.open("rb")) for file in sorted(shards.folder.glob("*/*")))
         return split_into_rows(*args)
 
     split_into_rows = packing_module.pack_documents

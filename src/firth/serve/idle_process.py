@@ -7,12 +7,14 @@ ends.
 
 from __future__ import annotations
 
+import math
 import os
 import subprocess
 import sys
 import threading
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 
 
 class IdleWorker:
@@ -61,6 +63,16 @@ def lower_priority(pid: int) -> None:
             os.setpriority(os.PRIO_PROCESS, pid, 19)
         except OSError:
             return
+
+
+def limit_cpu_seconds(pid: int, seconds: float) -> None:
+    """End a process with SIGXCPU after so much computing; an infinite limit is none. Linux only."""
+    if sys.platform == "linux" and seconds < math.inf:
+        import resource
+
+        limit = max(1, math.ceil(seconds))
+        with suppress(OSError):  # it has ended
+            resource.prlimit(pid, resource.RLIMIT_CPU, (limit, limit + 1))
 
 
 def last_line(text: str) -> str:

@@ -270,7 +270,9 @@ class Finding(Answer):
 class NotesAnswer(Answer):
     name: str
     number: int = Field(description="How often the run was examined.")
-    state: Literal["examining", "examined", "failed"] = Field(description="examining: ask again; it has idle priority.")
+    state: Literal["later", "examining", "examined", "failed"] = Field(
+        description="later: when it has trained for longer, or has ended. examining: ask again; it has idle priority."
+    )
     error: str = Field(description="Why the run cannot be examined.")
     findings: list[Finding] = Field(
         description="The worst first; of the last examination, and before the first one those of the run itself."

@@ -4,18 +4,22 @@ The doctor counts n-grams and makes batches again: seconds of computing, for a r
 one run at a time is examined, by a process of its own with Linux's idle priority: it computes when nothing else does,
 and neither the run nor the event loop of the server waits for it. However many people watch, a log is examined once.
 
-An idle process still shares caches and memory with the run, and on some machines the core itself. So a run that trains
-is examined again, when its log has grown, only after so long that the doctor computes at most a hundredth of the time
-on one core. What the run itself finds meanwhile (`findings.json`) is told at once.
+An idle process still shares caches and memory with the run, and on some machines the core itself. So the doctor
+computes for at most a hundredth of the time that a run has trained: the first examination of a run that trains waits
+until it has trained 100 times as long as an examination takes, and each further one as long again. One that takes
+longer is ended, and waits twice as long. A run that has ended is examined at once. What the run itself finds meanwhile
+(`findings.json`) is told at once.
 """
 
 from __future__ import annotations
 
+import math
 import os
+import signal
 import subprocess
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -23,13 +27,14 @@ from firth.core.errors import UserError
 from firth.core.files import read_object
 from firth.core.parse import parse_json
 from firth.core.serialization import from_dict
-from firth.serve.idle_process import IdleWorker, last_line, start_idle_process
+from firth.serve.idle_process import IdleWorker, last_line, limit_cpu_seconds, start_idle_process
 from firth.serve.runs import LOG_FILE, RECIPE_FILE, RESULTS_FILE, WatchedRun
 from firth.train.findings import LEVELS, Finding
 from firth.train.live_doctor import FINDINGS_FILE
 
-PAUSE_FACTOR = 100.0  # times the computing time of the last examination, before a running run is examined again
-MIN_PAUSE_S = 60.0
+DOCTOR_SHARE = 0.01  # of the time that a run trains: what its examinations may compute
+FIRST_EXAMINATION_S = 8.0  # what an examination computes, before one is known (6 to 7 in docs/results.md)
+MIN_EXAMINATION_S = 0.6  # so that no run is examined more than once a minute
 MAX_EXAMINATION_S = 3600.0  # an idle process may wait long for its turn
 MAX_WAITING = 20  # runs that wait to be examined
 
@@ -45,15 +50,15 @@ class Notes:
     diagnosis: dict[str, Any] = field(default_factory=dict)
     error: str = ""
     is_waiting: bool = False
-    ended: float = 0.0
-    cpu_seconds: float = 0.0
     began_at: float = 0.0  # Unix time of the last examination's start
+    examined_at: float = 0.0  # seconds that the run had trained when its last examination ended
+    expected_seconds: float = FIRST_EXAMINATION_S  # of computing, of the next examination
 
 
 class RunNotes(IdleWorker):
     """The notes of all runs, by folder. `examine` returns what `firth doctor --json` prints."""
 
-    def __init__(self, examine: Callable[[Path, Callable[[Any], None]], dict[str, Any]] | None = None) -> None:
+    def __init__(self, examine: Callable[[Path, float, Callable[[Any], None]], dict[str, Any]] | None = None) -> None:
         super().__init__("firth-doctor")
         self.examine = examine or examine_at_idle_priority
         self.known: dict[Path, Notes] = {}
@@ -67,13 +72,23 @@ class RunNotes(IdleWorker):
         stamp, is_running = files_stamp(run.home), run.summary is not None and run.summary.state == "running"
         with self.lock:
             notes = self.known.setdefault(run.home, Notes())
-            pause = max(MIN_PAUSE_S, PAUSE_FACTOR * notes.cpu_seconds) if is_running and notes.number else 0.0
+            trained = run.timings.seconds - notes.examined_at
+            trained = trained if trained >= 0 else run.timings.seconds  # a resumed run counts anew
+            limit = DOCTOR_SHARE * trained if is_running else math.inf
             num_waiting = sum(other.is_waiting for other in self.known.values())
-            is_due = notes.stamp != stamp and time.monotonic() >= notes.ended + pause
+            is_due = notes.stamp != stamp and limit >= notes.expected_seconds
             if is_due and not notes.is_waiting and num_waiting < MAX_WAITING and not self.is_stopped:
                 notes.is_waiting = True
-                self.worker.submit(self.update, run.home, stamp)
-            state = "examining" if notes.is_waiting else "failed" if notes.error else "examined"
+                self.worker.submit(self.update, run, stamp, limit)
+            state = (
+                "examining"
+                if notes.is_waiting
+                else "failed"
+                if notes.error
+                else "examined"
+                if notes.number
+                else "later"
+            )
             found = {"number": notes.number, "state": state, "error": notes.error, **describe(notes.diagnosis)}
             live = read_live_findings(run.home, notes.began_at) if is_running or not notes.diagnosis else []
             known = {finding["rule"] for finding in found["findings"]}
@@ -83,21 +98,30 @@ class RunNotes(IdleWorker):
             findings = sorted(new + found["findings"], key=lambda finding: LEVELS.index(finding["level"]))
             return found | {"findings": findings}
 
-    def update(self, folder: Path, stamp: Stamp) -> None:
-        """Examine a run, in the doctor's thread."""
-        began_at, cpu_before, found, error = time.time(), child_cpu_seconds(), dict[str, Any](), ""
+    def update(self, run: WatchedRun, stamp: Stamp, limit: float) -> None:
+        """Examine a run, in the doctor's thread, for at most so many seconds of computing."""
+        began_at, cpu_before, found, error, was_cut = time.time(), child_cpu_seconds(), dict[str, Any](), "", False
         try:
-            found = self.examine(folder, self.hold)
+            found = self.examine(run.home, limit, self.hold)
+        except OutOfTime:
+            was_cut = True
         except UserError as e:
             error = str(e)
         except Exception as e:
             error = f"The doctor could not examine this run ({type(e).__name__})."
         with self.lock:
-            self.process = None
-            number, used = self.known[folder].number + 1, child_cpu_seconds() - cpu_before
-            self.known[folder] = Notes(
-                number, stamp, found, error, ended=time.monotonic(), cpu_seconds=used, began_at=began_at
+            self.process, old, used = None, self.known[run.home], child_cpu_seconds() - cpu_before
+            new = (
+                replace(old, is_waiting=False)
+                if was_cut
+                else Notes(old.number + 1, stamp, found, error, False, began_at)
             )
+            expected = max(MIN_EXAMINATION_S, 2 * used if was_cut else used)
+            self.known[run.home] = replace(new, examined_at=run.timings.seconds, expected_seconds=expected)
+
+
+class OutOfTime(UserError):  # noqa: N818, named for what is wrong
+    """An examination would take more computing than it may."""
 
 
 def child_cpu_seconds() -> float:
@@ -148,16 +172,22 @@ def files_stamp(folder: Path) -> Stamp:
     return tuple(found)
 
 
-def examine_at_idle_priority(folder: Path, hold: Callable[[Any], None]) -> dict[str, Any]:
-    """Run `firth doctor` in a process that computes when nothing else does; return what it prints."""
+def examine_at_idle_priority(folder: Path, limit: float, hold: Callable[[Any], None]) -> dict[str, Any]:
+    """Run `firth doctor` in a process that computes when nothing else does; return what it prints.
+
+    It may compute for `limit` seconds.
+    """
     process = start_idle_process(["firth", "doctor", "--json", "--", str(folder)])
     hold(process)
+    limit_cpu_seconds(process.pid, limit)
     try:
         printed, said = process.communicate(timeout=MAX_EXAMINATION_S)
     except subprocess.TimeoutExpired:
         process.kill()
         process.communicate()
         raise UserError("The doctor had no time to examine this run: the machine is busy.") from None
+    if process.returncode == -signal.SIGXCPU:
+        raise OutOfTime("The doctor takes long for this run: it waits until the run has trained for longer.")
     if process.returncode not in (0, 1):  # 1: it has found something
         raise UserError(last_line(said) or "The doctor could not examine this run.")
     found = parse_json(printed, "the doctor's answer")

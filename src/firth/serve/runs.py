@@ -267,6 +267,11 @@ class TimingsTail:
         self.recent.append((steps, tokens, seconds))
         self.device_memory_share = line.get("memory_share", self.device_memory_share)
 
+    @property
+    def seconds(self) -> float:
+        """Seconds that the run has trained, since it began or was resumed."""
+        return self.sums[2]
+
     def measure(self, num_lines: int = 0) -> tuple[float | None, float | None]:
         """Return tokens and steps per second, over all lines or the last ones; None where nothing is known."""
         parts = list(self.recent)[-num_lines:] if num_lines else [self.sums]

@@ -287,6 +287,7 @@ function drawNotes(run) {
     el("p", { class: "numbers", text: evidence(finding.evidence) }), el("p", { text: finding.cause }),
     finding.command ? el("details", { "data-finding": `${run}/${finding.rule}` }, el("summary", { text: "Try" }), el("pre", { tabindex: 0, text: finding.command })) : null));
   const sentence = found.state === "failed" ? found.error
+    : found.state === "later" ? `${parts.length ? "This is what the run itself has found. " : ""}The doctor examines this run when it has trained for longer or has ended, as that takes time from the run.`
     : !found.number ? `${parts.length ? "This is what the run itself has found. " : ""}The doctor examines this run when the machine has time for it.`
     : `${parts.length ? "" : "Nothing is wrong. "}${found.rules} rules were examined.${found.state === "examining" ? " The log has grown: they are examined again." : ""}`;
   return el("section", { class: "notes", "aria-label": `The doctor's notes on ${run}` }, el("h3", { text: "The doctor" }),
