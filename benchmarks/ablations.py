@@ -15,17 +15,19 @@ change that helps is worth `--change-seeds 3`.
 
 WORK keeps the text and the finished steps of each run (a pretraining, the pairs, a task), which are not computed again:
 stop it at any time, add changes later. `--time-limit` starts no step that would end after so many minutes, by the time
-that such a step took before; the same command goes on. `--jobs` steps stand side by side, since a small model leaves
-most of a GPU idle: all pretrainings first, then the steps of all runs. A run of `--minutes` must have the GPU for
-itself: `--jobs 1 --steps pretraining`, then the other steps with more jobs.
+that such a step took before; the same command goes on. `--jobs` steps stand side by side: all pretrainings first, then
+the steps of all runs. Processes take turns on a GPU, so that pretrainings gain by three jobs only that one computes
+while another starts; fine-tunings gain by twelve. A run of `--minutes` must have the GPU for itself: `--jobs 1 --steps
+pretraining`, then the other steps with more jobs.
 
-On an H200 a run of 10 passes with 6 layers of 384 took 47 s, three at a time. `--shots 4000` takes so many examples of
+On an H200 a run of 10 passes with 6 layers of 384 took a minute of the GPU. `--shots 4000` takes so many examples of
 SST-2, which has 67,349 and would take most of the time. The first command makes the text; each of the others has the
 floors of the first. All have the same `--shots`, as finished steps are kept:
 
     A="python benchmarks/ablations.py --text en_wiki.train.txt.xz en_books.train.txt.xz --data DATA --output-dir WORK \\
        --shots 4000"
-    $A --jobs 6 --time-limit 9
+    $A --jobs 3 --time-limit 9 --steps pretraining
+    $A --jobs 12 --time-limit 9
     $A --jobs 6 --time-limit 9 --change-seeds 3 --changes packings,tail25,decay-to-zero,decay-constant,decay-cautious
     $A --jobs 6 --time-limit 9 --change-seeds 3 --changes gates,attention-gate,value-residual,unet-skips
     $A --jobs 6 --time-limit 9 --change-seeds 3 --changes mask15,mlm,batch-half,batch-double,ema,tail-constant

@@ -81,11 +81,12 @@ def make_recipes(name: str, folder: Path, args: argparse.Namespace) -> dict[tupl
 
 
 def compare_task(name: str, results: Mapping[tuple[str, float, float], Mapping[str, Any]]) -> dict[str, Any]:
-    """Return the default beside the best cell of the grid, and beside the best rate at the default number of epochs."""
+    """Return the default beside the best cell of the grid, and beside the best rate at a middle number of epochs."""
     own = {(rate, epochs): r for (task, rate, epochs), r in results.items() if task == name}
     default = own.pop((0.0, 0.0))
     best = max(own, key=lambda cell: own[cell]["mean"])
-    middle = {cell: r for cell, r in own.items() if cell[1] == sorted({e for _, e in own})[1]}
+    epochs = sorted({e for _, e in own})
+    middle = {cell: r for cell, r in own.items() if cell[1] == epochs[(len(epochs) - 1) // 2]}
     trial = default["learning_rate_trial"]
     return {
         "task": name,
@@ -155,7 +156,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
             say(f"{name}, {settings}: {100 * result['mean']:.1f} ({done})")
     found = [compare_task(name, results) for name in names]
     title = f"Default and best of {len(RATE_FACTORS)} x {len(args.epochs)}, {format_count(args.seeds, 'seed')}"
-    columns = ("task", "metric", "default", "its rate", "best", "rate x epochs", "best rate, 3 epochs", "behind")
+    columns = ("task", "metric", "default", "its rate", "best", "rate x epochs", "best rate, middle epochs", "behind")
     show_table(title, columns, [format_row(f) for f in found])
     say(f"{len(recipes)} runs, {time.monotonic() - start:.0f} s in all")
     if args.output:

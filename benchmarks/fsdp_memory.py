@@ -20,7 +20,8 @@ import gc
 import json
 import tempfile
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator
+from copy import deepcopy
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -29,7 +30,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from firth.models import get_preset, make_model
+from firth.models import Model, get_preset, make_model
 from firth.objectives import Batch
 from firth.train import ComputeConfig, TrainingConfig, TrainingRun, choose_compute
 from firth.train.distributed import DDPContext
@@ -42,6 +43,7 @@ from firth.train.step import build_step_runner, train_step
 GPUS_PER_MACHINE = 8  # HSDP shards over these
 WARMUP_STEPS = 3  # the first allocates the optimizer state, and compiles
 TRACED_STEPS = 2
+OVERLAP_COLUMNS = ("model", "optim", "step ms", "compute ms", "other streams ms", "overlapped ms", "share %")
 Interval = tuple[float, float]  # start and end, in microseconds
 
 
@@ -72,10 +74,9 @@ class Overlap(NamedTuple):
 class Step:
     """A model with its optimizer, prepared for a way of parallelism, that can take steps."""
 
-    def __init__(self, config: Any, training: TrainingConfig, context: DDPContext, rows: int) -> None:
+    def __init__(self, model: Model, training: TrainingConfig, context: DDPContext, rows: int) -> None:
         self.compute: ComputeConfig = replace(choose_compute(training, context), cuda_graphs=False)
-        torch.manual_seed(0)
-        model = make_model(config)
+        model, config = deepcopy(model), model.config
         context.prepare_model(model, training, self.compute)
         self.run = TrainingRun(training, self.compute, model, lambda step: [])
         self.runner, self.optimizer = build_step_runner(self.run), make_optimizer(model, training)
@@ -107,12 +108,12 @@ def init_fake_group(size: int) -> None:
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=size)
 
 
-def measure_memory(name: str, config: Any, training: TrainingConfig, size: int, rows: int) -> MemoryRow:
+def measure_memory(name: str, model: Model, training: TrainingConfig, size: int, rows: int) -> MemoryRow:
     """Take steps as rank 0 of `size` and return the memory of this rank."""
     init_fake_group(size)
     try:
         context = make_context(training.parallel, size)
-        step = Step(config, training, context, rows)
+        step = Step(model, training, context, rows)
         device = step.compute.device
         for i in range(2):
             reset_peak(device)
@@ -124,7 +125,7 @@ def measure_memory(name: str, config: Any, training: TrainingConfig, size: int, 
         gc.collect()
         if torch.cuda.is_available():
             torch.cuda.empty_cache()
-    estimate = estimate_resources(config, training)
+    estimate = estimate_resources(model.config, training)
     shards = 1 if training.parallel == "ddp" else min(size, GPUS_PER_MACHINE) if training.parallel == "hsdp" else size
     counted = estimate.memory_bytes / shards
     return MemoryRow(
@@ -148,12 +149,12 @@ def allocated(device: torch.device) -> tuple[int, int]:
 # --- overlap ----------------------------------------------------------------------------------------------------------
 
 
-def measure_overlap(config: Any, training: TrainingConfig, rows: int, trace: Path) -> Overlap:
+def measure_overlap(model: Model, training: TrainingConfig, rows: int, trace: Path) -> Overlap:
     """Trace steps of one rank with NCCL."""
     torch.cuda.set_device(0)
     dist.init_process_group("cpu:gloo,cuda:nccl", store=dist.HashStore(), rank=0, world_size=1)
     try:
-        step = Step(config, training, make_context("fsdp", 1), rows)
+        step = Step(model, training, make_context("fsdp", 1), rows)
         for i in range(WARMUP_STEPS):
             step.take(i)
         torch.cuda.synchronize()
@@ -203,13 +204,8 @@ def length(intervals: Iterable[Interval]) -> float:
     return sum(end - start for start, end in intervals)
 
 
-def print_table(names: Sequence[str], rows: Iterable[Sequence[Any]]) -> None:
-    def text(x: Any) -> str:
-        return f"{x:.2f}" if isinstance(x, float) else f"{x:,}" if isinstance(x, int) else x
-
-    print(f"| {' | '.join(names)} |\n|{' --- |' * len(names)}")
-    for row in rows:
-        print(f"| {' | '.join(map(text, row))} |")
+def format_cell(x: Any) -> str:
+    return f"{x:.2f}" if isinstance(x, float) else f"{x:,}" if isinstance(x, int) else x
 
 
 def main() -> None:
@@ -231,32 +227,37 @@ def main() -> None:
         compile=args.compile,
         gradient_checkpointing=args.gradient_checkpointing,
     )
-    if args.overlap:
-        overlaps = []
-        for name in args.models:
-            for optim in args.optim:
-                with tempfile.TemporaryDirectory() as folder:
-                    trace = args.trace or Path(folder) / "trace.json"
-                    setting = replace(training, parallel="fsdp", optim=optim)
-                    found = measure_overlap(get_preset(name), setting, args.batch_size, trace)
-                overlaps.append((name, optim, *(x / 1000 for x in found), 100 * found.share))
-        print_table(
-            ("model", "optim", "step ms", "compute ms", "other streams ms", "overlapped ms", "share %"), overlaps
-        )
-        return
-    rows = []
+    names = OVERLAP_COLUMNS if args.overlap else MemoryRow._fields
+    print(f"| {' | '.join(names)} |\n|{' --- |' * len(names)}")
     for name in args.models:
+        torch.manual_seed(0)
+        model = make_model(get_preset(name))
         for optim in args.optim:
-            for way in args.ways:
-                for size in args.processes:
-                    if way != "fsdp" and size == 1:
-                        continue
-                    setting = replace(training, parallel=way, optim=optim)
-                    try:
-                        rows.append(measure_memory(name, get_preset(name), setting, size, args.batch_size))
-                    except torch.OutOfMemoryError:
-                        print(f"{name} {optim} {way} {size}: out of memory", flush=True)
-    print_table(MemoryRow._fields, rows)
+            setting = replace(training, optim=optim)
+            for row in (
+                measure_overlaps(name, model, setting, args) if args.overlap else measure(name, model, setting, args)
+            ):
+                print(f"| {' | '.join(map(format_cell, row))} |", flush=True)
+
+
+def measure(name: str, model: Model, training: TrainingConfig, args: argparse.Namespace) -> Iterator[MemoryRow]:
+    for way in args.ways:
+        for size in args.processes:
+            if way != "fsdp" and size == 1:
+                continue
+            try:
+                yield measure_memory(name, model, replace(training, parallel=way), size, args.batch_size)
+            except torch.OutOfMemoryError:
+                print(f"{name} {training.optim} {way} {size}: out of memory", flush=True)
+
+
+def measure_overlaps(
+    name: str, model: Model, training: TrainingConfig, args: argparse.Namespace
+) -> Iterator[tuple[Any, ...]]:
+    with tempfile.TemporaryDirectory() as folder:
+        trace = args.trace or Path(folder) / "trace.json"
+        found = measure_overlap(model, replace(training, parallel="fsdp"), args.batch_size, trace)
+    yield (name, training.optim, *(x / 1000 for x in found), 100 * found.share)
 
 
 if __name__ == "__main__":

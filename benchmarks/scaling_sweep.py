@@ -8,7 +8,7 @@
 A run is what `firth pretrain encoder-8x512 --num-train-epochs P` does, with the batch and the rate that it chooses. The
 texts are every k-th document of the given ones; one tokenizer per architecture serves all of them, so that losses can
 be compared. WORK keeps finished runs, which are not computed again: stop it at any time, add sizes later. `--jobs`
-runs stand side by side, since one small model leaves most of a GPU idle; the longest ones start first.
+runs stand side by side, so that one computes while another starts; the longest ones start first.
 
 `--batches`, `--rates` and `--decays` are multiples of the default global batch, learning rate and weight decay. Each is
 varied alone, with the middle shape and the middle number of passes, on every text; the rate follows the batch as in any
@@ -22,8 +22,8 @@ table of one language, on one GPU, some hours (`--dry-run` says how many); the s
 For each architecture the runs are fitted by `firth.lab.scaling_law`, and `--write` saves the laws with their runs. An
 architecture that this sweep does not have keeps its law. The laws of a CPU stand beside those of a GPU, as
 "encoder (cpu)", and a law that was measured on another machine is not replaced without `--replace`. `--dry-run` prints
-the runs, their tokens and the time that they take, and starts nothing. `--quick` takes about four minutes on an H200,
-with all three architectures about ten.
+the runs, their tokens and the time that they take, and starts nothing. `--quick` takes about nine minutes on an H200.
+More than three jobs gain nothing there: processes take turns on a GPU, so that only their start overlaps.
 
 `--published` runs nothing: it writes laws from the few runs of docs/results.md and docs/history.md. These cannot tell
 what size is worth, so exponents, the ratio of A to B and the worth of repeats are those of the papers. E and the level
@@ -60,6 +60,7 @@ from firth.models.presets import ARCHITECTURE_FAMILIES, shape_architecture
 from firth.objectives import OBJECTIVES
 from firth.objectives.registry import describe_objective
 from firth.recipes import SHAPE_RECIPES, pretraining_recipe, tokenizer_kind
+from firth.recipes.pretraining import GPU_BATCH_TOKENS, MIN_RUN_STEPS
 from firth.text import Corpus
 from firth.tokens import is_shards_folder, load_tokenizer, open_shards, prepare, train_tokenizer
 from firth.train import ComputeConfig, Recipe, choose_compute, pretrain
@@ -77,6 +78,9 @@ C_ENTRY = "encoder, mlm"  # whose runs tell C: they have 0.05 to 1.6 parameters 
 # decoder expects 4.05 without C, and 4.8 with it. The runs of mlm-and-clm fit as well with C as without (1.1 and 1.2%).
 TAKES_C = ("encoder-decoder",)
 NUM_BOOTSTRAPS = 200
+# Of a small step beside others: processes take turns on a GPU, and launching the kernels takes most of their time. On
+# an H200 ten runs side by side took 12 ms of it for each step (docs/results.md).
+MIN_GPU_STEP_SECONDS = 0.01
 # Runs of docs/results.md and docs/history.md on en_wiki and en_books: model, vocabulary, tokens read, tokens of the
 # text, held-out loss. The unigram entropies of such vocabularies are 7.02 to 7.18; those of 7.05 stand for all.
 PUBLISHED_ENTROPY = 7.05
@@ -110,7 +114,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
         "tokens": "1400000,4200000,14000000",
         "passes": "1,3,10,30",
         "max_tokens": 450_000_000,
-        "jobs": 4,
+        "jobs": 3,
     },
     "quick": {
         "architectures": "encoder",
@@ -119,7 +123,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
         "passes": "1,4,16",
         "max_tokens": 60_000_000,
         "max_cost": 1.75e15,
-        "jobs": 8,
+        "jobs": 3,
     },
     "cpu": {
         "architectures": "encoder",
@@ -245,9 +249,17 @@ def describe_cost(cells: Sequence[SweepRun], args: argparse.Namespace) -> None:
     show_table("The sweep", ["architecture", "runs", "of a setting", "left", "tokens", "FLOPs"], rows)
     device = sweep_compute(args).device
     busy = sum(FLOPS_PER_PARAMETER * cell.cost for cell in missing) / measure_flops(device)
+    if device.type == "cuda":
+        busy = max(busy, MIN_GPU_STEP_SECONDS * sum(count_steps(cell) for cell in missing))
     start = len(missing) / args.jobs * (GPU_START_SECONDS if device.type == "cuda" else CPU_START_SECONDS)
     # several small models share a GPU, and its speed; the cores of a CPU too
     say(f"about {format_duration(busy + start)} on {sweep_compute(args)}, {format_count(args.jobs, 'run')} at a time")
+
+
+def count_steps(cell: SweepRun) -> float:
+    """Return about how many steps a run has: 1,000 or more, as the batch shrinks for a short one."""
+    tokens = cell.passes * cell.text_tokens
+    return max(1.5 * MIN_RUN_STEPS, tokens / GPU_BATCH_TOKENS)
 
 
 def sweep_compute(args: argparse.Namespace) -> ComputeConfig:
@@ -479,7 +491,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--text", nargs="+", help="files of text")
     parser.add_argument("--output-dir", type=Path, help="tokenizers, shards and runs")
-    parser.add_argument("--quick", action="store_true", help="a small grid: four minutes on an H200")
+    parser.add_argument("--quick", action="store_true", help="a small grid: nine minutes on an H200")
     parser.add_argument("--cpu", action="store_true", help="a grid of tiny models, for two CPU cores")
     names = ", ".join(ARCHITECTURE_FAMILIES)
     parser.add_argument("--architectures", help=f"some of {names}, joined by commas")
