@@ -23,7 +23,8 @@ from firth.models.attention import Attention
 from firth.models.config import ClassificationHead, RegressionHead, SpanHead
 from firth.objectives import Batch, CounterRNG
 from firth.recipes import pretraining_recipe as recipe_for
-from firth.tokens import Rows, ShardSet, Vocabulary
+from firth.text import Document
+from firth.tokens import Rows, ShardSet, Vocabulary, prepare
 from firth.train import (
     ComputeConfig,
     Recipe,
@@ -178,6 +179,36 @@ def test_load_best_restores_the_ema_of_the_best_evaluation(recipe_of: Recipes, s
     assert torch.equal(model.embed.tokens.weight, judged[1])
     kept = load_file(tmp_path / "checkpoint-4" / "training" / "average.safetensors")
     assert torch.equal(kept["embed.tokens.weight"], judged[3])
+
+
+def test_a_pretraining_that_learns_its_text_by_heart_ends_with_its_best_weights(
+    recipe_of: Recipes, shards_of: Make, corpus_file: Path, tmp_path: Path
+) -> None:
+    small, run = tmp_path / "small", tmp_path / "run"
+    words, rng = corpus_file.read_text().split(), np.random.default_rng(0)
+    prepare(
+        (
+            Document(" ".join(rng.choice(words, 60)), "") for _ in range(12)
+        ),  # nothing to learn but the words' frequencies
+        shards_of("gpt2").tokenizer,
+        small,
+        held_out_share=0.5,
+    )
+    fields = {"data": str(small), "max_steps": 20, "eval_steps": 4, "save_steps": 10, "learning_rate": 2e-2}
+    recipe = recipe_of("gpt2", per_device_train_batch_size=8, **fields)
+    last = pretrain(replace(recipe, output_dir=str(tmp_path / "last"), load_best=False))
+    found = pretrain(recipe)
+    log = read_log(run / "log.jsonl")
+    losses = {line["step"]: line["eval_loss"] for line in log if "eval_loss" in line}
+    passes = {line["step"]: line["passes"] for line in log if "passes" in line}
+    best = min((step for step in losses if passes[step] >= 1), key=losses.__getitem__)
+    assert best < 20, "it overfits"
+    assert (last["eval_loss"], "best_step" in last) == (losses[20], False)
+    assert (found["eval_loss"], found["best_step"]) == (pytest.approx(losses[best], abs=1e-6), best)
+    assert not list(run.glob("best-*"))
+    # a longer run goes on from the last weights, and does not look for what was the best before
+    longer = pretrain(replace(recipe, max_steps=21), resume=True, allow_change=True)
+    assert "best_step" not in longer
 
 
 # --- weights in bfloat16

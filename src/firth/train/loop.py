@@ -148,6 +148,9 @@ class TrainingLoop:
         """Load what a checkpoint has beside the weights."""
         run, dist_context = self.run, self.dist_context
         self.state = load_optimizer(checkpoint, run.model, self.optimizer)
+        best = checkpoint.parent / f"best-{self.state.best_step}"
+        if self.state.best_step and not dist_context.run_on_main(best.is_dir):
+            self.state.best_step, self.state.best_score = 0, -math.inf  # of a finished run that goes on
         self.writer.last_saved = checkpoint.name
         self.recurrent_state = dist_context.select_local_rows(load_recurrent_state(checkpoint, run.compute.device))
         run.halvings = self.state.halvings
@@ -426,9 +429,10 @@ def propose_steps(run: TrainingRun, step: int) -> int | None:
 def update_best(run: TrainingRun, state: TrainState, scores: Mapping[str, float], model: Model) -> None:
     """Record the evaluation if it is the best so far, and save its weights. On a tie the earlier one stays the best.
 
-    An evaluation whose weights cannot be written does not count as the best.
+    An evaluation whose weights cannot be written does not count as the best. In its first pass over the text a model
+    learns nothing by heart: no weights are saved then.
     """
-    if run.score_fn is None:
+    if run.score_fn is None or (run.text_progress is not None and run.text_progress(state.step).passes < 1):
         return
     assert run.folder is not None, "a run with score_fn needs a folder for its best weights"
     value = run.score_fn(scores)

@@ -39,11 +39,12 @@ from firth.models import (
 )
 from firth.models.hf.config_io import FIRTH_MODEL_TYPE, hf_model_type
 from firth.models.hf.tensors import translate_disk_errors
+from firth.objectives import MaskedNextToken
 from firth.objectives.registry import describe_objective
 from firth.tokens import MixedDataset, MixedShards, RowDataset, ShardSet, Tokenizer, reused_length
 from firth.tokens.mixing import SourceShare
 from firth.train.batch_size import resolve_batch_size
-from firth.train.checkpoint import explain_disk_errors, last_checkpoint
+from firth.train.checkpoint import explain_disk_errors, last_checkpoint, remove_best
 from firth.train.clock import RunClock
 from firth.train.compute import (
     ComputeConfig,
@@ -214,6 +215,7 @@ def run_pretraining(
     if dist_context.is_main_process:
         with explain_disk_errors(folder):
             write_results(folder / "results.json", results)
+            remove_best(folder)
     results = dist_context.broadcast(results)
     if uploader is not None:  # last: no other process waits for a network
         uploader.close()
@@ -387,11 +389,23 @@ def make_pretraining_run(job: PretrainJob, companions: Companions) -> TrainingRu
             file=job.folder / FINDINGS_FILE if is_main_process else None,
         ),
     )
+    if keeps_best(job):
+        run.score_fn = lambda scores: -scores["eval_loss"]
     if companions.make_sampler is not None and is_main_process:
         run.samples = companions.make_sampler(recipe, job.shards)
     if isinstance(loss_fn, TransferLoss):
         run.before_step, run.layer_rate = follow_transfer(loss_fn, recipe)
     return run
+
+
+def keeps_best(job: PretrainJob) -> bool:
+    """Whether the run ends with the weights of its lowest held-out loss.
+
+    With causal and masked rows in one model the loss is above all that of the causal ones, which have more labels. They
+    overfit first, while the model still learns from the masked ones (docs/results.md).
+    """
+    learns_both = isinstance(job.recipe.objective, MaskedNextToken)
+    return job.recipe.load_best and job.evaluate is not None and not learns_both and not job.dist_context.is_sharded
 
 
 def collect_results(job: PretrainJob, outcome: FitResult) -> dict[str, Any]:
@@ -401,6 +415,7 @@ def collect_results(job: PretrainJob, outcome: FitResult) -> dict[str, Any]:
     return {
         "output_dir": str(job.folder),
         "steps": outcome.steps,
+        **({"best_step": outcome.best_step} if outcome.best_step != outcome.steps else {}),
         **collect_losses(outcome, shards.unigram_entropy),
         **({} if mix is None else {"mix": mix}),
         "tokens": outcome.tokens,

@@ -452,6 +452,12 @@ class Recipe(TrainingConfig):
         "Cache this many previous hidden states (Transformer-XL, XLNet), with --order stream. 0 disables it.",
     )
     eval_rows: int = recipe_field(256, "Evaluate on at most this many held-out rows.")
+    load_best: bool = recipe_field(
+        True,
+        "End with the weights of the lowest held-out loss, where later passes over a small text raised it, instead of "
+        "the last ones. Not with causal and masked rows in one model, of which only the causal ones overfit, and not "
+        "with fsdp.",
+    )
     samples: int = recipe_field(
         3,
         "Complete this many held-out sentences with each checkpoint, for samples.jsonl and the report, in at most 1% "
