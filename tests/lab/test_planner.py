@@ -15,7 +15,8 @@ import torch
 
 from firth import api
 from firth.cli.main import app
-from firth.commands.pretrain_plan import read_saved_fields
+from firth.commands.data_source import DataOptions
+from firth.commands.pretrain_plan import plan_pretraining, read_saved_fields
 from firth.core.errors import UserError
 from firth.core.files import format_bytes, read_object
 from firth.lab import plan_text, planner
@@ -23,7 +24,7 @@ from firth.lab.expected_loss import TABLE_FILE, find_law, parse_entry, read_loss
 from firth.lab.plan_text import TextFacts
 from firth.lab.planner import Planner, StepCosts, describe_misfit
 from firth.models import ModelConfig, flops_per_token, get_preset, shaped_model, with_vocabulary
-from firth.recipes import pretraining_recipe, tokenizer_kind, update_recipe
+from firth.recipes import SHAPE_RECIPES, pretraining_recipe, tokenizer_kind, update_recipe, with_repeated_text
 from firth.text import Corpus
 from firth.tokens import open_shards, prepare, train_tokenizer
 from firth.train import Recipe, load_recipe
@@ -504,11 +505,42 @@ def test_shapes_are_models() -> None:
         get_preset("decoder-x512")
 
 
-def test_a_resumed_run_keeps_the_dropout_that_its_passes_gave_it(tmp_path: Path) -> None:
+def test_a_resumed_run_keeps_what_its_passes_gave_it(tmp_path: Path) -> None:
     """Also where the resumed command reads the text less often."""
-    model = replace(get_preset("encoder-2x64"), dropout=0.1, attention_dropout=0.1)
-    save_recipe(pretraining_recipe(model, data="text", output_dir=str(tmp_path)), tmp_path / "recipe.yaml")
+    base = pretraining_recipe(get_preset("encoder-2x64"), **SHAPE_RECIPES["encoder"])
+    recipe = with_repeated_text(base, 40)
+    save_recipe(replace(recipe, data="text", output_dir=str(tmp_path)), tmp_path / "recipe.yaml")
     saved = read_saved_fields(tmp_path)
-    assert (saved["model.dropout"], saved["model.attention_dropout"]) == (0.1, 0.1)
-    new = update_recipe(pretraining_recipe(get_preset("encoder-2x64")), saved)
-    assert (new.model.dropout, new.model.attention_dropout) == (0.1, 0.1)
+    assert (saved["model.dropout"], saved["model.attention_dropout"], saved["objective.masked_share"]) == (
+        0.1,
+        0.1,
+        0.8,
+    )
+    new = update_recipe(base, saved)
+    assert (new.model, new.objective) == (recipe.model, recipe.objective) != (base.model, base.objective)
+
+
+def test_passes_choose_what_the_user_leaves_open(
+    shards: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The share of masked rows, for the default objective alone."""
+
+    def masked_share(objective: str | None = None, **overrides: Any) -> float | None:
+        plan = plan_pretraining(
+            "encoder-2x64",
+            shards,
+            tmp_path / "run",
+            None,
+            objective,
+            DataOptions(0, False, 0.05, {}),
+            None,
+            overrides,
+            {"num_train_epochs": 40.0, "global_batch_tokens": 4096},
+        )
+        return getattr(plan.resolve_recipe({"": str(shards)}).objective, "masked_share", None)
+
+    assert masked_share() == 0.8
+    assert "masked rows: 80%, as the text is read 40 times" in capsys.readouterr().err
+    assert masked_share("mlm-and-clm") == 0.5
+    assert masked_share(**{"objective.masked_share": 0.3}) == 0.3
+    assert masked_share("mlm") is None

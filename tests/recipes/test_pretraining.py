@@ -20,6 +20,7 @@ from firth.models.config import (
 from firth.models.presets import bert, gpt2
 from firth.objectives import MLM, OBJECTIVES, SpanCorruption
 from firth.recipes import (
+    SHAPE_RECIPES,
     choose_batch,
     complete_recipe,
     default_objective,
@@ -27,7 +28,7 @@ from firth.recipes import (
     scale_rate_to_batch,
     tokenizer_kind,
     update_recipe,
-    with_repeated_text_dropout,
+    with_repeated_text,
 )
 from firth.recipes.pretraining import default_learning_rate
 
@@ -262,10 +263,21 @@ def test_the_rate_follows_the_batch() -> None:
 )
 def test_dropout_follows_the_passes(preset: str, objective: str, passes: float, dropout: float) -> None:
     recipe = pretraining_recipe(get_preset(preset), objective=OBJECTIVES[objective])
-    model = with_repeated_text_dropout(recipe, passes).model
+    model = with_repeated_text(recipe, passes).model
     assert (model.dropout, model.attention_dropout) == (dropout, dropout)
+
+
+@pytest.mark.parametrize(("passes", "share"), [(0.1, 0.5), (16, 0.5), (32, 0.75), (128, 0.938)])
+def test_causal_rows_are_read_eight_times_at_most(passes: float, share: float) -> None:
+    recipe = pretraining_recipe(get_preset("encoder-2x64"), **SHAPE_RECIPES["encoder"])
+    assert with_repeated_text(recipe, passes).objective == replace(OBJECTIVES["mlm-and-clm"], masked_share=share)
+    assert with_repeated_text(recipe, passes, {"masked_share", "dropout"}) == recipe
+    masked = replace(recipe, objective=replace(OBJECTIVES["mlm-and-clm"], masked_share=0.9))
+    assert with_repeated_text(masked, 20).objective.masked_share == 0.9, "a larger one stays"
+    plain = replace(recipe, objective=OBJECTIVES["mlm"])
+    assert with_repeated_text(plain, passes).objective == OBJECTIVES["mlm"]
 
 
 def test_a_larger_dropout_stays() -> None:
     model = replace(get_preset("decoder-2x64"), dropout=0.3)
-    assert with_repeated_text_dropout(pretraining_recipe(model), 10).model.dropout == 0.3
+    assert with_repeated_text(pretraining_recipe(model), 10).model.dropout == 0.3

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -17,6 +17,7 @@ from firth.core.errors import UserError
 from firth.models import ModelConfig, with_vocabulary
 from firth.models.hf.config_io import read_stored_objective
 from firth.models.presets import shape_architecture
+from firth.objectives import MaskedNextToken
 from firth.objectives.registry import describe_objective
 from firth.recipes import (
     SHAPE_RECIPES,
@@ -27,7 +28,7 @@ from firth.recipes import (
     scale_rate_to_batch,
     tokenizer_kind,
     update_recipe,
-    with_repeated_text_dropout,
+    with_repeated_text,
 )
 from firth.recipes.pretraining import BatchChoice
 from firth.tokens import MixConfig, is_shards_folder, load_tokenizer, open_shards
@@ -41,7 +42,9 @@ if TYPE_CHECKING:
 DEFAULT_PLANNED_MINUTES = 30.0  # of a run whose size is planned and that names no length
 # Fields of a resumed pretraining that keep the saved value unless they are given.
 KEPT_ON_RESUME_FIELDS = ("optim", "learning_rate", "weight_decay", "warm_start", "seed")
-DROPOUT_FIELDS = ("dropout", "attention_dropout")  # of the model, the same: chosen by the passes of the first command
+# The same: chosen by the passes of the first command.
+PASSES_FIELDS = frozenset({"dropout", "masked_share"})
+DROPOUT_FIELDS = ("dropout", "attention_dropout")  # of the model
 PLANNED_FIELDS = ("model", "save_steps", "minutes")  # the same for a run whose size was planned
 
 
@@ -54,7 +57,8 @@ class PretrainPlan:
     data_source: DataSource
     chooses_batch: bool  # from the text, in a new run that names no batch
     chooses_rate: bool  # follows a batch that is chosen or set in tokens
-    chooses_dropout: bool  # from the passes over the text, in a new run of a model that no paper fixes
+    # From the passes over the text, in a new run of a model that no paper fixes: "dropout", "masked_share".
+    follows_passes: frozenset[str]
     make_recipe: Callable[[ModelConfig], Recipe]  # of another model, with everything that the user has set
     architecture: str = ""  # whose size is planned; "": the model is named
     is_new_preset: bool = False
@@ -139,7 +143,7 @@ class PretrainPlan:
         keeps = {
             "batch": self.chooses_batch,
             "rate": self.chooses_rate,
-            "dropout": self.chooses_dropout,
+            **{name: name in self.follows_passes for name in PASSES_FIELDS},
             "save_steps": not self.keeps_save_steps,
         }
         return Planner(
@@ -182,11 +186,11 @@ class PretrainPlan:
         return recipe
 
     def choose_batch(self, recipe: Recipe, text_tokens: int) -> Recipe:
-        """The recipe with its global batch, the learning rate that follows from it, and dropout for many passes."""
+        """The recipe with its global batch, the learning rate that follows from it, and what suits so many passes."""
         if self.chooses_batch:
             recipe = with_chosen_batch(recipe, text_tokens)
-        if self.chooses_dropout:
-            recipe = with_chosen_dropout(recipe, text_tokens)
+        if self.follows_passes:
+            recipe = adapt_to_passes(recipe, text_tokens, PASSES_FIELDS - self.follows_passes)
         if self.chooses_rate and recipe.global_batch_tokens:
             rate = scale_rate_to_batch(recipe.learning_rate, recipe.model, recipe.global_batch_tokens)
             if rate != recipe.learning_rate:
@@ -231,10 +235,12 @@ def plan_pretraining(
             name = describe_objective(own)["name"] or type(own).__name__
             say(f"objective: {name}, as {checkpoint} was trained with; --objective chooses another")
 
+    saved = dict(saved_fields or {})
+    if "objective" in changes:
+        saved.pop("objective.masked_share", None)
+
     def make_recipe(config: ModelConfig) -> Recipe:
-        return update_recipe(
-            pretraining_recipe(config, **shape_fields), {**defaults, **(saved_fields or {}), **changes}
-        )
+        return update_recipe(pretraining_recipe(config, **shape_fields), {**defaults, **saved, **changes})
 
     recipe = make_recipe(model_config)
     recipe.check()
@@ -264,15 +270,19 @@ def plan_pretraining(
     keeps_vocab_size = (checkpoint is not None and not data_options.add_words) or "model.vocab_size" in changes
     names_batch = recipe.per_device_train_batch_size or recipe.global_batch_tokens
     chooses_rate = not saved_fields and "learning_rate" not in changes
-    names_dropout = {"model", *(f"model.{name}" for name in DROPOUT_FIELDS)} & changes.keys()
-    chooses_dropout = bool(shape_fields) and not saved_fields and not names_dropout
+    named_fields = {
+        "dropout": {"model", *(f"model.{name}" for name in DROPOUT_FIELDS)},
+        "masked_share": {"objective", "objective.masked_share"},
+    }
+    is_open = bool(shape_fields) and not saved_fields
+    follows_passes = frozenset(name for name, fields in named_fields.items() if is_open and not fields & changes.keys())
     return PretrainPlan(
         recipe,
         keeps_vocab_size,
         source,
         not (saved_fields or names_batch),
         chooses_rate,
-        chooses_dropout,
+        follows_passes,
         make_recipe,
         architecture,
         not saved_fields and checkpoint is None,
@@ -288,9 +298,14 @@ def read_saved_fields(run: Path, is_planned: bool = False) -> dict[str, Any]:
     """
     saved = read_yaml_mapping(run / "recipe.yaml") if (run / "recipe.yaml").is_file() else {}
     names = (*KEPT_ON_RESUME_FIELDS, *(PLANNED_FIELDS if is_planned else ()))
-    model = saved.get("model")
-    dropout = {f"model.{name}": model[name] for name in DROPOUT_FIELDS if isinstance(model, Mapping) and name in model}
-    return {**{name: saved[name] for name in names if name in saved}, **dropout}
+    parts = (("model", DROPOUT_FIELDS), ("objective", ("masked_share",)))
+    chosen = {
+        f"{part}.{name}": saved[part][name]
+        for part, fields in parts
+        for name in fields
+        if isinstance(saved.get(part), Mapping) and name in saved[part]
+    }
+    return {**{name: saved[name] for name in names if name in saved}, **chosen}
 
 
 def check_can_add_words(checkpoint: Path | None, sources: Sequence[str | Path]) -> None:
@@ -334,12 +349,14 @@ def with_chosen_batch(recipe: Recipe, text_tokens: int) -> Recipe:
     return replace(recipe, global_batch_tokens=choice.tokens)
 
 
-def with_chosen_dropout(recipe: Recipe, text_tokens: int) -> Recipe:
-    """The recipe with dropout where the run reads its text so often that the model would learn it by heart."""
+def adapt_to_passes(recipe: Recipe, text_tokens: int, keeps: Collection[str]) -> Recipe:
+    """The recipe with what keeps a model from learning its text by heart, where the run reads it often; it is said."""
     passes = tokens_to_read(recipe, text_tokens) / max(text_tokens, 1)
-    new = with_repeated_text_dropout(recipe, passes)
+    new = with_repeated_text(recipe, passes, keeps)
     if new.model != recipe.model:
         say(f"dropout: {new.model.dropout:g}, as the text is read {passes:.0f} times")
+    if isinstance(new.objective, MaskedNextToken) and new.objective != recipe.objective:
+        say(f"masked rows: {new.objective.masked_share:.0%}, as the text is read {passes:.0f} times")
     return new
 
 

@@ -33,7 +33,7 @@ from firth.lab.plan_text import TextFacts
 from firth.models import ModelConfig, count_parameters, flops_per_token
 from firth.models.presets import SHAPE_LADDER, shaped_model
 from firth.objectives.registry import describe_objective
-from firth.recipes import choose_batch, scale_rate_to_batch, with_repeated_text_dropout
+from firth.recipes import choose_batch, scale_rate_to_batch, with_repeated_text
 from firth.tokens import ShardSet
 from firth.train.batch_size import (
     CPU_MICRO_BATCH_TOKENS,
@@ -138,6 +138,7 @@ class PlannedRun:
             "objective": describe_objective(recipe.objective)["name"] or type(recipe.objective).__name__,
             "mask_rate": recipe.objective.mask_rate_at(0.0),
             "mask_rate_end": recipe.objective.mask_rate_at(1.0),
+            "masked_share": getattr(recipe.objective, "masked_share", None),
             "steps": self.steps,
             "passes": self.passes,
             "tokens_read": self.tokens_read,
@@ -215,8 +216,8 @@ class Planner:
     """Plans runs of one text on one machine.
 
     `make_recipe` returns the recipe of a model with what the user has set. `keeps` names what must not be chosen:
-    "batch", "rate", "dropout", "save_steps". `tokens` is a budget in tokens; minutes, steps and epochs are in the
-    recipe.
+    "batch", "rate", "dropout", "masked_share", "save_steps". `tokens` is a budget in tokens; minutes, steps and epochs
+    are in the recipe.
     """
 
     def __init__(
@@ -329,8 +330,7 @@ class Planner:
         rows = global_batch_rows(recipe, recipe.processes)
         steps, seconds = self.count_steps(recipe, costs, rows)
         passes = steps * rows / text.rows
-        if "dropout" not in self.keeps:
-            recipe = with_repeated_text_dropout(recipe, passes)
+        recipe = with_repeated_text(recipe, passes, self.keeps)
         if "save_steps" not in self.keeps:
             recipe = replace(recipe, save_steps=choose_save_steps(steps, costs.step_seconds(rows)))
         if self.tokens and not recipe.minutes:
@@ -574,11 +574,14 @@ def plan_column(run: Mapping[str, Any]) -> dict[str, str]:
 
 def format_mask_rate(run: Mapping[str, Any]) -> str:
     """
-    >>> format_mask_rate({"mask_rate": 0.3, "mask_rate_end": 0.15}), format_mask_rate({"mask_rate": 0.15})
-    ('mask rate 30% to 15%', 'mask rate 15%')
+    >>> format_mask_rate({"mask_rate": 0.3, "mask_rate_end": 0.15, "masked_share": 0.75})
+    '75% masked rows, mask rate 30% to 15%'
+    >>> format_mask_rate({"mask_rate": 0.15})
+    'mask rate 15%'
     """
-    end = run.get("mask_rate_end")
-    return f"mask rate {run['mask_rate']:.0%}" + (f" to {end:.0%}" if end is not None else "")
+    end, share = run.get("mask_rate_end"), run.get("masked_share")
+    rows = "" if share is None else f"{share:.0%} masked rows, "
+    return f"{rows}mask rate {run['mask_rate']:.0%}" + (f" to {end:.0%}" if end is not None else "")
 
 
 def name_device(recipe: Recipe) -> str:

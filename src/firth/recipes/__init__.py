@@ -18,7 +18,7 @@ from firth.recipes.pretraining import (
     scale_rate_to_batch,
     tokenizer_kind,
     update_recipe,
-    with_repeated_text_dropout,
+    with_repeated_text,
 )
 
 __all__ = [
@@ -37,5 +37,5 @@ __all__ = [
     "tokenizer_kind",
     "update_recipe",
     "with_rate_candidates",
-    "with_repeated_text_dropout",
+    "with_repeated_text",
 ]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import replace
 from typing import Any, Literal, NamedTuple
 
@@ -79,6 +79,9 @@ SHAPE_RECIPES: dict[str, dict[str, Any]] = {
 # position, and overfit first. Masked rows alone still learn after 48 passes (docs/results.md, minimal pairs).
 OVERFITTING_PASSES: dict[type, float] = {CLM: 5.0, MLMAndCLM: 12.0, MaskedNextToken: 12.0}
 REPEATED_TEXT_DROPOUT = 0.1
+# Passes of the causal rows beside masked ones, at most: GPT-BERT, too, has few of them (1 in 16) where a text of 10M
+# words is read some hundred times.
+CAUSAL_PASSES = 8.0
 
 
 class BatchChoice(NamedTuple):
@@ -294,13 +297,20 @@ def choose_batch(
     return BatchChoice((1 << (device_rows.bit_length() - 1)) * num_devices * max_seq_length, reason)
 
 
-def with_repeated_text_dropout(recipe: Recipe, passes: float) -> Recipe:
-    """Return the recipe with dropout where this many passes would make its model learn the text by heart."""
-    if passes <= OVERFITTING_PASSES.get(type(recipe.objective), math.inf):
-        return recipe
-    model = recipe.model
-    dropout, attention = max(model.dropout, REPEATED_TEXT_DROPOUT), max(model.attention_dropout, REPEATED_TEXT_DROPOUT)
-    return replace(recipe, model=replace(model, dropout=dropout, attention_dropout=attention))
+def with_repeated_text(recipe: Recipe, passes: float, keeps: Collection[str] = ()) -> Recipe:
+    """Return the recipe for so many passes over a text: with what keeps its model from learning the text by heart.
+
+    Dropout; and fewer causal rows beside masked ones, as a masked row has other blanks in each pass, and a causal row
+    always the same labels. `keeps` names what must not be chosen: "dropout", "masked_share".
+    """
+    model, objective = recipe.model, recipe.objective
+    if "dropout" not in keeps and passes > OVERFITTING_PASSES.get(type(objective), math.inf):
+        rates = {name: max(getattr(model, name), REPEATED_TEXT_DROPOUT) for name in ("dropout", "attention_dropout")}
+        model = replace(model, **rates)
+    if "masked_share" not in keeps and isinstance(objective, MaskedNextToken):
+        share = max(objective.masked_share, 1 - CAUSAL_PASSES / max(passes, 1.0))
+        objective = replace(objective, masked_share=round(share, 3))
+    return replace(recipe, model=model, objective=objective)
 
 
 def worth_of_repeats(tokens_read: Any, text_tokens: Any, repeats_worth_reading: float = REPEATS_WORTH_READING) -> Any:
