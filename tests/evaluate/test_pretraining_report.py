@@ -151,6 +151,7 @@ def test_sentences_agree_with_their_numbers() -> None:
     assert "a longer run" in "".join(describe_trend(falling))
     assert "lowest at step 1 (5.00)" in "".join(describe_trend(rising))
     assert "by heart" in "".join(describe_trend(rising))
+    assert "has the weights of step 1." in "".join(describe_trend(rising, kept_step=1))
     both_rise = [line | {"loss": line["eval_loss"]} for line in rising]  # a rate that is too high
     assert "by heart" not in "".join(describe_trend(both_rise))
     rows = loss_part_rows({"loss": 7.0, "mlm_loss": 6.0, "eval_nsp_loss": 0.7, "eval_nsp_accuracy": 0.5})

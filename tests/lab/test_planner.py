@@ -508,7 +508,7 @@ def test_shapes_are_models() -> None:
 def test_a_resumed_run_keeps_what_its_passes_gave_it(tmp_path: Path) -> None:
     """Also where the resumed command reads the text less often."""
     base = pretraining_recipe(get_preset("encoder-2x64"), **SHAPE_RECIPES["encoder"])
-    recipe = with_repeated_text(base, 40)
+    recipe = with_repeated_text(base, 40, 14_000_000)
     save_recipe(replace(recipe, data="text", output_dir=str(tmp_path)), tmp_path / "recipe.yaml")
     saved = read_saved_fields(tmp_path)
     assert (saved["model.dropout"], saved["model.attention_dropout"], saved["objective.masked_share"]) == (
@@ -539,8 +539,8 @@ def test_passes_choose_what_the_user_leaves_open(
         )
         return getattr(plan.resolve_recipe({"": str(shards)}).objective, "masked_share", None)
 
-    assert masked_share() == 0.8
-    assert "masked rows: 80%, as the text is read 40 times" in capsys.readouterr().err
+    assert masked_share() == 0.938
+    assert "masked rows: 94%, as the text is read 40 times" in capsys.readouterr().err
     assert masked_share("mlm-and-clm") == 0.5
     assert masked_share(**{"objective.masked_share": 0.3}) == 0.3
     assert masked_share("mlm") is None

@@ -263,21 +263,33 @@ def test_the_rate_follows_the_batch() -> None:
 )
 def test_dropout_follows_the_passes(preset: str, objective: str, passes: float, dropout: float) -> None:
     recipe = pretraining_recipe(get_preset(preset), objective=OBJECTIVES[objective])
-    model = with_repeated_text(recipe, passes).model
+    model = with_repeated_text(recipe, passes, 10**6).model
     assert (model.dropout, model.attention_dropout) == (dropout, dropout)
 
 
-@pytest.mark.parametrize(("passes", "share"), [(0.1, 0.5), (16, 0.5), (32, 0.75), (128, 0.938)])
-def test_causal_rows_are_read_eight_times_at_most(passes: float, share: float) -> None:
+@pytest.mark.parametrize(
+    ("passes", "tokens", "share"),
+    [
+        (0.1, 14_000_000, 0.5),
+        (16, 14_000_000, 0.5),  # causal rows are read 8 times
+        (32, 14_000_000, 0.75),
+        (24, 60_000, 0.888),  # 2.7 times
+        (10**6, 60_000, 0.938),  # 15 of 16
+        (1, 0, 0.702),
+    ],
+)
+def test_causal_rows_are_read_a_few_times(passes: float, tokens: int, share: float) -> None:
     recipe = pretraining_recipe(get_preset("encoder-2x64"), **SHAPE_RECIPES["encoder"])
-    assert with_repeated_text(recipe, passes).objective == replace(OBJECTIVES["mlm-and-clm"], masked_share=share)
-    assert with_repeated_text(recipe, passes, {"masked_share", "dropout"}) == recipe
-    masked = replace(recipe, objective=replace(OBJECTIVES["mlm-and-clm"], masked_share=0.9))
-    assert with_repeated_text(masked, 20).objective.masked_share == 0.9, "a larger one stays"
+    new = with_repeated_text(recipe, passes, tokens)
+    assert new.objective == replace(OBJECTIVES["mlm-and-clm"], masked_share=share)
+    new.check()
+    assert with_repeated_text(recipe, passes, tokens, {"masked_share", "dropout"}) == recipe
+    masked = replace(recipe, objective=replace(OBJECTIVES["mlm-and-clm"], masked_share=0.95))
+    assert with_repeated_text(masked, 20, tokens).objective.masked_share == 0.95, "a larger one stays"
     plain = replace(recipe, objective=OBJECTIVES["mlm"])
-    assert with_repeated_text(plain, passes).objective == OBJECTIVES["mlm"]
+    assert with_repeated_text(plain, passes, tokens).objective == OBJECTIVES["mlm"]
 
 
 def test_a_larger_dropout_stays() -> None:
     model = replace(get_preset("decoder-2x64"), dropout=0.3)
-    assert with_repeated_text(pretraining_recipe(model), 10).model.dropout == 0.3
+    assert with_repeated_text(pretraining_recipe(model), 10, 10**6).model.dropout == 0.3

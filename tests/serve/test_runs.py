@@ -29,6 +29,7 @@ from firth.serve.run_events import RunEvents
 from firth.serve.run_notes import RunNotes
 from firth.serve.runs import Locks, RunsFolder, WatchedRun
 from firth.train.findings import Finding
+from firth.train.folder import LOCK_FILE
 from firth.train.log import RunLog
 
 
@@ -512,8 +513,7 @@ def test_a_log_is_examined_once_for_each_change(tmp_path: Path, monkeypatch: pyt
     assert examined == [folder]
     with (folder / "log.jsonl").open("a") as log:
         log.write('{"step": 4, "loss": 4.0}\n')
-    assert run.summary is not None
-    run.summary = run.summary._replace(state="running")
+    run.is_home_training = True
     assert read_all()["state"] == "examined"  # a run that trains is examined again after a pause
     monkeypatch.setattr(run_notes, "DOCTOR_SHARE", math.inf)
     train(folder, 1.0)
@@ -521,7 +521,7 @@ def test_a_log_is_examined_once_for_each_change(tmp_path: Path, monkeypatch: pyt
     assert read_all()["state"] == "examining"
     assert read_all()["number"] == 2
     write_json(folder / "results.json", {})
-    run.summary = run.summary._replace(state="finished")
+    run.is_home_training = False
     read_all()
     found = read_all()
     assert (found["state"], found["error"]) == ("failed", "the shards are gone")
@@ -566,8 +566,7 @@ def test_a_run_is_examined_for_a_hundredth_of_its_time(tmp_path: Path, monkeypat
         return {"findings": [{"rule": "plateau", "level": "warning"}], "references": {}, "rules": 32}
 
     notes, (run,) = RunNotes(examine), RunsFolder(tmp_path).scan().values()
-    assert run.summary is not None
-    run.summary = run.summary._replace(state="running")
+    run.is_home_training = True
     examined, trained = [], 0
     for _ in range(400):
         train(folder, 10.0)
@@ -582,14 +581,14 @@ def test_a_run_is_examined_for_a_hundredth_of_its_time(tmp_path: Path, monkeypat
             examined.append((trained, used[0] - before))
         assert used[0] <= 0.01 * trained
         assert notes.read(run)["state"] == ("later" if trained < 800 else "examined")
-    # 8 s are expected, 6 s taken; then 9 s, of which 6 are allowed; twice as long later they are
-    assert examined == [(800, 6.0), (1400, 6.0), (2000, 6.0), (3200, 9.0)]
-    assert notes.read(run)["number"] == 3
+    # 8 s are expected, 6 s taken; then 9 s, of which 6 are allowed, and later 12
+    assert examined == [(800, 6.0), (1200, 6.0), (1800, 6.0), (3000, 9.0), (3600, 9.0)]
+    assert notes.read(run)["number"] == 4
     train(folder, 1.0)
-    os.truncate(folder / "timings.jsonl", 0)  # it is resumed, and counts anew
+    os.truncate(folder / "timings.jsonl", 0)  # it is resumed, and its budget is spent
     run.update()
     notes.read(run)
-    assert used[0] == 27.0
+    assert used[0] == 36.0
     # What the run finds after an examination stands beside the doctor's notes, once, the worst first.
     plateau, rate = (
         Finding(rule, level, rule, {}, "Why.", "firth").to_dict()
@@ -602,10 +601,35 @@ def test_a_run_is_examined_for_a_hundredth_of_its_time(tmp_path: Path, monkeypat
     ]
     os.utime(folder / "findings.json", (0, 0))  # known when the doctor examined the run
     assert [f["rule"] for f in notes.read(run)["findings"]] == ["plateau"]
-    run.summary = run.summary._replace(state="finished")
+    run.is_home_training = False
     assert notes.read(run)["state"] == "examining"
     notes.worker.submit(lambda: None).result()
-    assert used[0] == 36.0
+    assert used[0] == 45.0
+    notes.stop()
+
+
+def test_a_finetuning_counts_as_long_as_it_was_seen_to_train(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It writes no timings, and its seeds share one budget, also those that have ended."""
+    now, examined = [1000.0], []
+    monkeypatch.setattr(run_notes.time, "monotonic", lambda: now[0])
+    for seed in range(2):
+        make_run(tmp_path / "tuned" / f"seed-{seed}")
+        (tmp_path / "tuned" / f"seed-{seed}" / "recipe.yaml").unlink()
+    write_text(tmp_path / "tuned" / "recipe.yaml", "task: classify\n")
+    write_json(tmp_path / "tuned" / "seed-0" / "results.json", {})
+
+    def examine(path: Path, limit: float, hold: Any) -> dict[str, Any]:
+        examined.append((path.name, round(limit, 6)))
+        return {"findings": [], "references": {}, "rules": 32, "not_examined": []}
+
+    with (tmp_path / "tuned" / LOCK_FILE).open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        notes, ended, other = RunNotes(examine), *RunsFolder(tmp_path).scan().values()
+        assert (ended.summary.state, other.summary.state) == ("finished", "running")
+        for now[0], state in ((1000.0, "later"), (1799.0, "later"), (1801.0, "examining")):
+            assert [notes.read(run)["state"] for run in (ended, other)] == [state] * 2
+            notes.worker.submit(lambda: None).result()
+    assert examined == [("tuned", 8.01)]
     notes.stop()
 
 

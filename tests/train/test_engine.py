@@ -18,6 +18,7 @@ import torch
 from safetensors.torch import load_file
 
 from firth.core.errors import UserError
+from firth.core.files import read_manifest
 from firth.models import Model, Stack, get_preset, load_model, make_model
 from firth.models.attention import Attention
 from firth.models.config import ClassificationHead, RegressionHead, SpanHead
@@ -205,10 +206,30 @@ def test_a_pretraining_that_learns_its_text_by_heart_ends_with_its_best_weights(
     assert best < 20, "it overfits"
     assert (last["eval_loss"], "best_step" in last) == (losses[20], False)
     assert (found["eval_loss"], found["best_step"]) == (pytest.approx(losses[best], abs=1e-6), best)
-    assert not list(run.glob("best-*"))
-    # a longer run goes on from the last weights, and does not look for what was the best before
-    longer = pretrain(replace(recipe, max_steps=21), resume=True, allow_change=True)
-    assert "best_step" not in longer
+    assert [path.name for path in run.glob("best-*")] == [f"best-{best}"], "for a longer run"
+    weights = load_file(run / "final" / "model.safetensors")
+    assert read_manifest(run / "final")["step"] == best
+    # a longer run goes on from the last weights, and still compares with the best
+    longer = pretrain(replace(recipe, max_steps=24), resume=True, allow_change=True)
+    assert (longer["steps"], longer["best_step"], longer["eval_loss"]) == (24, best, found["eval_loss"])
+    assert all(torch.equal(weights[name], value) for name, value in load_file(run / "final/model.safetensors").items())
+    # without the comparison it ends with its last weights
+    last = pretrain(replace(recipe, max_steps=28, load_best=False), resume=True, allow_change=True)
+    assert ("best_step" in last, read_manifest(run / "final")["step"]) == (False, 28)
+    assert not torch.equal(
+        weights["transformer.wte.weight"], load_file(run / "final/model.safetensors")["transformer.wte.weight"]
+    )
+
+
+def test_a_finished_run_that_goes_on_writes_its_model_again(recipe_of: Recipes) -> None:
+    recipe = recipe_of("bert", max_steps=2)
+    pretrain(recipe)
+    file = Path(recipe.output_dir) / "final" / "model.safetensors"
+    before = file.read_bytes()
+    pretrain(recipe, resume=True)
+    assert file.read_bytes() == before
+    pretrain(replace(recipe, max_steps=4), resume=True, allow_change=True)
+    assert file.read_bytes() != before
 
 
 # --- weights in bfloat16

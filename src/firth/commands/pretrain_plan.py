@@ -18,7 +18,7 @@ from firth.models import ModelConfig, with_vocabulary
 from firth.models.hf.config_io import read_stored_objective
 from firth.models.presets import shape_architecture
 from firth.objectives import MaskedNextToken
-from firth.objectives.registry import describe_objective
+from firth.objectives.registry import name_objective
 from firth.recipes import (
     SHAPE_RECIPES,
     choose_batch,
@@ -232,15 +232,13 @@ def plan_pretraining(
         defaults["objective"] = stored
         own = update_recipe(pretraining_recipe(model_config), {"objective": stored}).objective
         if own != pretraining_recipe(model_config).objective:
-            name = describe_objective(own)["name"] or type(own).__name__
-            say(f"objective: {name}, as {checkpoint} was trained with; --objective chooses another")
-
-    saved = dict(saved_fields or {})
-    if "objective" in changes:
-        saved.pop("objective.masked_share", None)
+            say(f"objective: {name_objective(own)}, as {checkpoint} was trained with; --objective chooses another")
 
     def make_recipe(config: ModelConfig) -> Recipe:
-        return update_recipe(pretraining_recipe(config, **shape_fields), {**defaults, **saved, **changes})
+        own, saved = pretraining_recipe(config, **shape_fields), dict(saved_fields or {})
+        if "objective" in changes or not isinstance(own.objective, MaskedNextToken):
+            saved.pop("objective.masked_share", None)  # of another objective: a resumed run is refused later
+        return update_recipe(own, {**defaults, **saved, **changes})
 
     recipe = make_recipe(model_config)
     recipe.check()
@@ -352,7 +350,7 @@ def with_chosen_batch(recipe: Recipe, text_tokens: int) -> Recipe:
 def adapt_to_passes(recipe: Recipe, text_tokens: int, keeps: Collection[str]) -> Recipe:
     """The recipe with what keeps a model from learning its text by heart, where the run reads it often; it is said."""
     passes = tokens_to_read(recipe, text_tokens) / max(text_tokens, 1)
-    new = with_repeated_text(recipe, passes, keeps)
+    new = with_repeated_text(recipe, passes, text_tokens, keeps)
     if new.model != recipe.model:
         say(f"dropout: {new.model.dropout:g}, as the text is read {passes:.0f} times")
     if isinstance(new.objective, MaskedNextToken) and new.objective != recipe.objective:
@@ -367,9 +365,12 @@ def tokens_to_read(recipe: Recipe, text_tokens: int) -> float:
     from firth.train.resources import estimate_tokens_per_second
 
     if recipe.minutes:
+        from firth.lab.planner import CPU_START_SECONDS, GPU_START_SECONDS
+
         device = select_device(SINGLE_PROCESS, recipe)
         speed = launched_devices() * estimate_tokens_per_second(recipe.model, recipe.max_seq_length, device)
-        return 60 * recipe.minutes * speed
+        start = GPU_START_SECONDS if device.type == "cuda" else CPU_START_SECONDS
+        return max(60 * recipe.minutes - start, start) * speed
     if recipe.max_steps:
         rows = global_batch_rows(recipe, recipe.processes)
         return float(recipe.max_steps * rows * recipe.max_seq_length)

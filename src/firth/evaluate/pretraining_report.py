@@ -189,7 +189,7 @@ def write_pretraining_report(
         )
     summary = summarize_loss(recipe, results)
     page.add_lead(f"{summary[0].upper()}{summary[1:]}.")
-    page.add_paragraph(" ".join([*describe_loss(recipe, results), *describe_trend(log)]))
+    page.add_paragraph(" ".join([*describe_loss(recipe, results), *describe_trend(log, results.get("best_step"))]))
     page.add_facts(run_facts(recipe, results, shards))
     add_loss_section(page, recipe, results, log)
     if findings is not None:
@@ -281,8 +281,11 @@ def describe_loss(recipe: Recipe, results: Mapping[str, Any]) -> Iterator[str]:
         yield "So on this text the model is no better than that: `firth doctor` says why."
 
 
-def describe_trend(log: Sequence[Mapping[str, Any]]) -> Iterator[str]:
-    """Yield a sentence where the held-out loss still fell at the end of training, or had risen again."""
+def describe_trend(log: Sequence[Mapping[str, Any]], kept_step: int | None = None) -> Iterator[str]:
+    """Yield a sentence where the held-out loss still fell at the end of training, or had risen again.
+
+    `kept_step` is the step whose weights the model has, if that is not the last one.
+    """
     points, name = held_out_points(log), token_loss_name({key for line in log for key in line}, "")
     if len(points) < 3:
         return
@@ -296,6 +299,8 @@ def describe_trend(log: Sequence[Mapping[str, Any]]) -> Iterator[str]:
         cause = ": the model learns the training text by heart. Take more text, fewer steps or a smaller model"
         lowest = f"The held-out loss was lowest at step {best_step:,} ({best:.2f})"
         yield f"{lowest} and has risen since{cause * is_learned}."
+        if kept_step is not None:
+            yield f"The model has the weights of step {kept_step:,}."
     elif points[-2][1] - last > EQUAL_NATS:
         yield "The loss still fell at the end: a longer run would learn more."
 

@@ -9,8 +9,11 @@ from typing import Any
 
 from firth.lab.check_commands import program, reading_options
 from firth.lab.planner import PlannedRun
+from firth.models import get_preset
+from firth.objectives import MaskedNextToken
 from firth.text import Corpus
 
+DROPOUT_FIELDS = ("dropout", "attention_dropout")
 PLANNED_OPTIONS = ("max_seq_length", "global_batch_tokens", "learning_rate", "save_steps")
 
 
@@ -46,4 +49,14 @@ def write_command(
             words.append(f"--{flag}" if value else f"--no-{flag}")
         else:
             words += [f"--{flag}", f"{value:g}" if isinstance(value, float) else str(value)]
-    return shlex.join(words + (reading_options(corpus, ()) if corpus is not None else []))
+    words += reading_options(corpus, ()) if corpus is not None else []
+    return shlex.join([*words, *(f"{name}={value:g}" for name, value in passes_settings(run).items())])
+
+
+def passes_settings(run: PlannedRun) -> dict[str, float]:
+    """Return what the passes over the text have chosen, where it is not the default of the model and the objective."""
+    objective, own = run.recipe.objective, get_preset(run.name)
+    found = {f"model.{name}": (getattr(own, name), getattr(run.recipe.model, name)) for name in DROPOUT_FIELDS}
+    if isinstance(objective, MaskedNextToken):
+        found["objective.masked_share"] = (type(objective)().masked_share, objective.masked_share)
+    return {name: planned for name, (usual, planned) in found.items() if planned != usual}

@@ -32,7 +32,7 @@ from firth.lab.expected_loss import ExpectedLoss, find_law, read_loss_table
 from firth.lab.plan_text import TextFacts
 from firth.models import ModelConfig, count_parameters, flops_per_token
 from firth.models.presets import SHAPE_LADDER, shaped_model
-from firth.objectives.registry import describe_objective
+from firth.objectives.registry import describe_objective, name_objective
 from firth.recipes import choose_batch, scale_rate_to_batch, with_repeated_text
 from firth.tokens import ShardSet
 from firth.train.batch_size import (
@@ -135,7 +135,7 @@ class PlannedRun:
             "learning_rate": recipe.learning_rate,
             "lr_scheduler_type": recipe.lr_scheduler_type,
             "optim": recipe.optim,
-            "objective": describe_objective(recipe.objective)["name"] or type(recipe.objective).__name__,
+            "objective": name_objective(recipe.objective),
             "mask_rate": recipe.objective.mask_rate_at(0.0),
             "mask_rate_end": recipe.objective.mask_rate_at(1.0),
             "masked_share": getattr(recipe.objective, "masked_share", None),
@@ -330,7 +330,7 @@ class Planner:
         rows = global_batch_rows(recipe, recipe.processes)
         steps, seconds = self.count_steps(recipe, costs, rows)
         passes = steps * rows / text.rows
-        recipe = with_repeated_text(recipe, passes, self.keeps)
+        recipe = with_repeated_text(recipe, passes, text.tokens, self.keeps)
         if "save_steps" not in self.keeps:
             recipe = replace(recipe, save_steps=choose_save_steps(steps, costs.step_seconds(rows)))
         if self.tokens and not recipe.minutes:
@@ -340,7 +340,8 @@ class Planner:
         point = (parameters, tokens_read, text.tokens, text.unigram_entropy)
         found = law.extrapolations(*point)
         if describe_objective(recipe.objective)["name"] != law.objective:
-            found["objective"] = f"{law.objective} was measured"
+            is_same_type = name_objective(recipe.objective) == law.objective
+            found["objective"] = f"{law.objective} was measured{' with its default settings' * is_same_type}"
         if recipe.model.family != law.family:
             found["family"] = f"{law.family} was measured, not {recipe.model.family}"
         memory = costs.fixed_bytes + costs.row_bytes * self.micro_batch_rows(recipe, costs, rows)

@@ -66,6 +66,17 @@ OBJECTIVES: dict[str, Objective] = {
 }
 
 
+def name_objective(objective: Objective) -> str:
+    """Return the name to show: with modified settings that of the first objective of the type.
+
+    >>> name_objective(replace(OBJECTIVES["mlm-and-clm"], masked_share=0.9))
+    'mlm-and-clm'
+    """
+    exact = describe_objective(objective)["name"]
+    same_type = (name for name, known in OBJECTIVES.items() if type(known) is type(objective))
+    return exact or next(same_type, type(objective).__name__)
+
+
 def describe_objective(objective: Objective) -> dict[str, Any]:
     """Return the objective as stored in a checkpoint; `name` is None for modified settings."""
     name = next((name for name, known in OBJECTIVES.items() if known == objective), None)

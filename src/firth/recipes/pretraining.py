@@ -79,9 +79,9 @@ SHAPE_RECIPES: dict[str, dict[str, Any]] = {
 # position, and overfit first. Masked rows alone still learn after 48 passes (docs/results.md, minimal pairs).
 OVERFITTING_PASSES: dict[type, float] = {CLM: 5.0, MLMAndCLM: 12.0, MaskedNextToken: 12.0}
 REPEATED_TEXT_DROPOUT = 0.1
-# Passes of the causal rows beside masked ones, at most: GPT-BERT, too, has few of them (1 in 16) where a text of 10M
-# words is read some hundred times.
-CAUSAL_PASSES = 8.0
+# Passes of the causal rows beside masked ones, at most, over a text of so many tokens; they grow with its fifth root
+# (docs/results.md). No more rows are masked than GPT-BERT's, for a text of 10M words that is read some hundred times.
+CAUSAL_PASSES, CAUSAL_PASSES_TOKENS, MAX_MASKED_SHARE = 8.0, 14e6, 15 / 16
 
 
 class BatchChoice(NamedTuple):
@@ -297,7 +297,7 @@ def choose_batch(
     return BatchChoice((1 << (device_rows.bit_length() - 1)) * num_devices * max_seq_length, reason)
 
 
-def with_repeated_text(recipe: Recipe, passes: float, keeps: Collection[str] = ()) -> Recipe:
+def with_repeated_text(recipe: Recipe, passes: float, text_tokens: int, keeps: Collection[str] = ()) -> Recipe:
     """Return the recipe for so many passes over a text: with what keeps its model from learning the text by heart.
 
     Dropout; and fewer causal rows beside masked ones, as a masked row has other blanks in each pass, and a causal row
@@ -308,7 +308,8 @@ def with_repeated_text(recipe: Recipe, passes: float, keeps: Collection[str] = (
         rates = {name: max(getattr(model, name), REPEATED_TEXT_DROPOUT) for name in ("dropout", "attention_dropout")}
         model = replace(model, **rates)
     if "masked_share" not in keeps and isinstance(objective, MaskedNextToken):
-        share = max(objective.masked_share, 1 - CAUSAL_PASSES / max(passes, 1.0))
+        causal_passes = CAUSAL_PASSES * (max(text_tokens, 1) / CAUSAL_PASSES_TOKENS) ** 0.2
+        share = max(objective.masked_share, min(1 - causal_passes / max(passes, causal_passes), MAX_MASKED_SHARE))
         objective = replace(objective, masked_share=round(share, 3))
     return replace(recipe, model=model, objective=objective)
 

@@ -66,11 +66,11 @@ def lower_priority(pid: int) -> None:
 
 
 def limit_cpu_seconds(pid: int, seconds: float) -> None:
-    """End a process with SIGXCPU after so much computing; an infinite limit is none. Linux only."""
+    """End a process with SIGXCPU after so many whole seconds of computing; an infinite limit is none. Linux only."""
     if sys.platform == "linux" and seconds < math.inf:
         import resource
 
-        limit = max(1, math.ceil(seconds))
+        limit = max(1, int(seconds))
         with suppress(OSError):  # it has ended
             resource.prlimit(pid, resource.RLIMIT_CPU, (limit, limit + 1))
 

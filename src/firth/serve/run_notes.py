@@ -5,10 +5,10 @@ one run at a time is examined, by a process of its own with Linux's idle priorit
 and neither the run nor the event loop of the server waits for it. However many people watch, a log is examined once.
 
 An idle process still shares caches and memory with the run, and on some machines the core itself. So the doctor
-computes for at most a hundredth of the time that a run has trained: the first examination of a run that trains waits
-until it has trained 100 times as long as an examination takes, and each further one as long again. One that takes
-longer is ended, and waits twice as long. A run that has ended is examined at once. What the run itself finds meanwhile
-(`findings.json`) is told at once.
+computes for at most a hundredth of the time that a run has trained, by its timings or since it was seen to train: the
+first examination of a run that trains waits until it has trained 100 times as long as an examination takes, and each
+further one as long again. One that takes longer is ended, and waits twice as long. A run that has ended is examined at
+once. What the run itself finds meanwhile (`findings.json`) is told at once.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from firth.train.live_doctor import FINDINGS_FILE
 
 DOCTOR_SHARE = 0.01  # of the time that a run trains: what its examinations may compute
 FIRST_EXAMINATION_S = 8.0  # what an examination computes, before one is known (6 to 7 in docs/results.md)
-MIN_EXAMINATION_S = 0.6  # so that no run is examined more than once a minute
+MIN_EXAMINATION_S = 1.0  # the unit of a process's limit
 MAX_EXAMINATION_S = 3600.0  # an idle process may wait long for its turn
 MAX_WAITING = 20  # runs that wait to be examined
 
@@ -51,7 +51,8 @@ class Notes:
     error: str = ""
     is_waiting: bool = False
     began_at: float = 0.0  # Unix time of the last examination's start
-    examined_at: float = 0.0  # seconds that the run had trained when its last examination ended
+    used_seconds: float = 0.0  # of computing, by all examinations while the run trained
+    watched_from: float = math.nan  # on the monotonic clock: since when the run was seen to train
     expected_seconds: float = FIRST_EXAMINATION_S  # of computing, of the next examination
 
 
@@ -69,26 +70,23 @@ class RunNotes(IdleWorker):
 
     def read(self, run: WatchedRun) -> dict[str, Any]:
         """Return the notes of a run at once, and let it be examined if its files have changed."""
-        stamp, is_running = files_stamp(run.home), run.summary is not None and run.summary.state == "running"
+        stamp, is_running, now = files_stamp(run.home), run.is_home_training, time.monotonic()
         with self.lock:
             notes = self.known.setdefault(run.home, Notes())
-            trained = run.timings.seconds - notes.examined_at
-            trained = trained if trained >= 0 else run.timings.seconds  # a resumed run counts anew
-            limit = DOCTOR_SHARE * trained if is_running else math.inf
+            if not is_running:
+                notes.watched_from = math.nan
+            elif math.isnan(notes.watched_from):
+                notes.watched_from = now
+            # a fine-tuning writes no timings
+            trained = max(run.timings.seconds, now - notes.watched_from) if is_running else math.inf
+            limit = DOCTOR_SHARE * trained - notes.used_seconds
             num_waiting = sum(other.is_waiting for other in self.known.values())
             is_due = notes.stamp != stamp and limit >= notes.expected_seconds
             if is_due and not notes.is_waiting and num_waiting < MAX_WAITING and not self.is_stopped:
                 notes.is_waiting = True
                 self.worker.submit(self.update, run, stamp, limit)
-            state = (
-                "examining"
-                if notes.is_waiting
-                else "failed"
-                if notes.error
-                else "examined"
-                if notes.number
-                else "later"
-            )
+            state = "failed" if notes.error else "examined" if notes.number else "examining" if is_due else "later"
+            state = "examining" if notes.is_waiting else state
             found = {"number": notes.number, "state": state, "error": notes.error, **describe(notes.diagnosis)}
             live = read_live_findings(run.home, notes.began_at) if is_running or not notes.diagnosis else []
             known = {finding["rule"] for finding in found["findings"]}
@@ -111,13 +109,13 @@ class RunNotes(IdleWorker):
             error = f"The doctor could not examine this run ({type(e).__name__})."
         with self.lock:
             self.process, old, used = None, self.known[run.home], child_cpu_seconds() - cpu_before
-            new = (
-                replace(old, is_waiting=False)
-                if was_cut
-                else Notes(old.number + 1, stamp, found, error, False, began_at)
+            self.known[run.home] = replace(
+                old if was_cut else Notes(old.number + 1, stamp, found, error, began_at=began_at),
+                is_waiting=False,
+                watched_from=old.watched_from,
+                used_seconds=old.used_seconds + (used if limit < math.inf else 0.0),
+                expected_seconds=max(MIN_EXAMINATION_S, 2 * used if was_cut else used),
             )
-            expected = max(MIN_EXAMINATION_S, 2 * used if was_cut else used)
-            self.known[run.home] = replace(new, examined_at=run.timings.seconds, expected_seconds=expected)
 
 
 class OutOfTime(UserError):  # noqa: N818, named for what is wrong
@@ -186,7 +184,7 @@ def examine_at_idle_priority(folder: Path, limit: float, hold: Callable[[Any], N
         process.kill()
         process.communicate()
         raise UserError("The doctor had no time to examine this run: the machine is busy.") from None
-    if process.returncode == -signal.SIGXCPU:
+    if process.returncode == -signal.SIGXCPU and limit < math.inf:
         raise OutOfTime("The doctor takes long for this run: it waits until the run has trained for longer.")
     if process.returncode not in (0, 1):  # 1: it has found something
         raise UserError(last_line(said) or "The doctor could not examine this run.")

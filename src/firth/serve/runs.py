@@ -84,6 +84,7 @@ class WatchedRun:
         self.is_seed = bool(SEED_FOLDER.fullmatch(folder.name)) and not (folder / RECIPE_FILE).is_file()
         self.home = folder.parent if self.is_seed else folder  # has the recipe and the lock
         self.summary: RunSummary | None = None
+        self.is_home_training = False  # this run, or another seed beside it
         self.lock = threading.Lock()
         self.version, self.rows = 0, list[list[float | None]]()
         self.inode, self.offset, self.num_lines, self.every = -1, 0, 0, 1
@@ -204,6 +205,7 @@ class WatchedRun:
         is_training = bool(process)
         if not locks.are_told:
             is_training = not has_results and time.time() - changed_at < FRESH_SECONDS
+        self.is_home_training = is_training
         if has_results and self.is_seed:  # the process trains another seed
             process, is_training = 0, False
         state = "running" if is_training else "finished" if has_results else "stopped"
@@ -269,7 +271,7 @@ class TimingsTail:
 
     @property
     def seconds(self) -> float:
-        """Seconds that the run has trained, since it began or was resumed."""
+        """Seconds that the run has trained, as far as its timings say."""
         return self.sums[2]
 
     def measure(self, num_lines: int = 0) -> tuple[float | None, float | None]:

@@ -419,9 +419,9 @@ def load_arrays(shards: Shards, folder: Path, array_type: type[ArraysT]) -> Arra
         if not are_whole(files):
             return None
         arrays = array_type(*(np.load(file, mmap_mode="r") for file in files))
-    except FileNotFoundError:
+        shards.watch_files(files)
+    except OSError:
         return None
-    shards.watch_files(files)
     return arrays
 
 
@@ -442,16 +442,26 @@ def save_arrays(arrays: NamedTuple, folder: Path) -> None:
     with atomic_folder(own_folder, "rows") as temporary:
         for name, array in arrays._asdict().items():
             write_npy(temporary / f"{name}.npy", array)
-    with suppress(FileNotFoundError):
-        if not are_whole(array_files(folder, type(arrays))):
-            shutil.rmtree(folder, ignore_errors=True)
     try:
-        own_folder.rename(folder)
+        rename_to_absent(own_folder, folder, array_files(folder, type(arrays)))
     except OSError:
-        shutil.rmtree(own_folder)
+        shutil.rmtree(own_folder, ignore_errors=True)
         if not folder.is_dir():
             raise
     remove_leftovers(folder)
+
+
+def rename_to_absent(own_folder: Path, folder: Path, files: Sequence[Path]) -> None:
+    """Rename a folder of arrays, in place of a damaged one, never of a whole one."""
+    try:
+        own_folder.rename(folder)
+    except OSError:
+        if are_whole(files):
+            raise
+        damaged = folder.with_name(f".{folder.name}.{os.getpid()}.tmp")
+        folder.rename(damaged)
+        shutil.rmtree(damaged, ignore_errors=True)
+        own_folder.rename(folder)
 
 
 def remove_leftovers(folder: Path) -> None:

@@ -500,7 +500,8 @@ def check_overfitting(facts: LogFacts) -> Evidence | None:
     best_step = int(held_out.steps[best_at])
     return Evidence(
         {"lowest held-out loss": best, "at step": best_step, "last held-out loss": last},
-        "The held-out loss rises while the training loss falls: the model learns the training text by heart.",
+        "The held-out loss rises while the training loss falls: the model learns the training text by heart."
+        + " The run ends with the weights of its lowest held-out loss." * getattr(facts.training, "keeps_best", False),
         facts.command(f"--max-steps {best_step}"),
     )
 

@@ -148,9 +148,7 @@ class TrainingLoop:
         """Load what a checkpoint has beside the weights."""
         run, dist_context = self.run, self.dist_context
         self.state = load_optimizer(checkpoint, run.model, self.optimizer)
-        best = checkpoint.parent / f"best-{self.state.best_step}"
-        if self.state.best_step and not dist_context.run_on_main(best.is_dir):
-            self.state.best_step, self.state.best_score = 0, -math.inf  # of a finished run that goes on
+        self.forget_lost_best(checkpoint.parent)
         self.writer.last_saved = checkpoint.name
         self.recurrent_state = dist_context.select_local_rows(load_recurrent_state(checkpoint, run.compute.device))
         run.halvings = self.state.halvings
@@ -160,6 +158,17 @@ class TrainingLoop:
         say(f"resuming from {checkpoint}")
         if dist_context.is_main_process and run.folder and checkpoint == list_checkpoints(run.folder)[0]:
             prune_checkpoints(run.folder, self.state, run.training.save_total_limit)  # a kill came before it
+
+    def forget_lost_best(self, folder: Path) -> None:
+        """Compare the evaluations from here on, where the best weights are gone or nothing compares any more.
+
+        They are gone where a run ended with its last weights, and goes on now.
+        """
+        state = self.state
+        if state.best_step and (
+            self.run.score_fn is None or not self.dist_context.run_on_main((folder / f"best-{state.best_step}").is_dir)
+        ):
+            state.best_step, state.best_score, state.evals_since_best = 0, -math.inf, 0
 
     @contextmanager
     def open_files(self) -> Iterator[None]:
@@ -436,7 +445,8 @@ def update_best(run: TrainingRun, state: TrainState, scores: Mapping[str, float]
         return
     assert run.folder is not None, "a run with score_fn needs a folder for its best weights"
     value = run.score_fn(scores)
-    if state.best_step and not value > state.best_score:  # NaN is never better
+    margin = run.best_margin if state.step == run.training.max_steps else 0.0
+    if state.best_step and not value > state.best_score - margin:  # NaN is never better
         state.evals_since_best += 1
         return
     state.evals_since_best = 0

@@ -20,7 +20,7 @@ import torch
 
 from firth.core.console import format_count, say
 from firth.core.errors import UserError
-from firth.core.files import atomic_folder, find_corruption, read_object, write_results
+from firth.core.files import atomic_folder, find_corruption, read_manifest, read_object, write_results
 from firth.core.serialization import from_dict, to_dict
 from firth.models import (
     Model,
@@ -39,7 +39,6 @@ from firth.models import (
 )
 from firth.models.hf.config_io import FIRTH_MODEL_TYPE, hf_model_type
 from firth.models.hf.tensors import translate_disk_errors
-from firth.objectives import MaskedNextToken
 from firth.objectives.registry import describe_objective
 from firth.tokens import MixedDataset, MixedShards, RowDataset, ShardSet, Tokenizer, reused_length
 from firth.tokens.mixing import SourceShare
@@ -99,6 +98,7 @@ class Companions(NamedTuple):
 
 
 NO_COMPANIONS = Companions()
+BEST_MARGIN_NATS = 0.01  # by which an earlier evaluation must be better for its weights to be kept
 MIN_USEFUL_STEPS = 200  # steps: after 108 the quickstart gained 2 points, after 283 it gained 16 (docs/results.md)
 
 
@@ -210,12 +210,13 @@ def run_pretraining(
         outcome = fit(run, resume)
         if run.doctor is not None:
             run.doctor.judge(is_finished=True)
-        write_final_model(job.model, folder, dist_context)
+        write_final_model(job.model, folder, dist_context, outcome.best_step)
     results = collect_results(job, outcome) | {"seconds": time.monotonic() - start_time}
     if dist_context.is_main_process:
         with explain_disk_errors(folder):
             write_results(folder / "results.json", results)
-            remove_best(folder)
+            # those that `final/` has stay, for a longer run
+            remove_best(folder, outcome.best_step if outcome.best_step < outcome.steps else 0)
     results = dist_context.broadcast(results)
     if uploader is not None:  # last: no other process waits for a network
         uploader.close()
@@ -389,23 +390,13 @@ def make_pretraining_run(job: PretrainJob, companions: Companions) -> TrainingRu
             file=job.folder / FINDINGS_FILE if is_main_process else None,
         ),
     )
-    if keeps_best(job):
-        run.score_fn = lambda scores: -scores["eval_loss"]
+    if recipe.keeps_best and job.evaluate is not None and not job.dist_context.is_sharded:
+        run.score_fn, run.best_margin = lambda scores: -scores[token_loss_name(scores)], BEST_MARGIN_NATS
     if companions.make_sampler is not None and is_main_process:
         run.samples = companions.make_sampler(recipe, job.shards)
     if isinstance(loss_fn, TransferLoss):
         run.before_step, run.layer_rate = follow_transfer(loss_fn, recipe)
     return run
-
-
-def keeps_best(job: PretrainJob) -> bool:
-    """Whether the run ends with the weights of its lowest held-out loss.
-
-    With causal and masked rows in one model the loss is above all that of the causal ones, which have more labels. They
-    overfit first, while the model still learns from the masked ones (docs/results.md).
-    """
-    learns_both = isinstance(job.recipe.objective, MaskedNextToken)
-    return job.recipe.load_best and job.evaluate is not None and not learns_both and not job.dist_context.is_sharded
 
 
 def collect_results(job: PretrainJob, outcome: FitResult) -> dict[str, Any]:
@@ -487,9 +478,12 @@ def broadcast_recipe(dist_context: DistContext, make: Callable[[], Recipe]) -> R
     return from_dict(dist_context.run_on_main(lambda: to_dict(make())), Recipe, "recipe")
 
 
-def write_final_model(model: Model, folder: Path, dist_context: DistContext = SINGLE_PROCESS) -> None:
-    """Write `final/` unless it is there and intact. Raise UserError if weights contain NaN or Inf."""
-    if dist_context.run_on_main(lambda: find_corruption(folder / "final") is not None):
+def write_final_model(
+    model: Model, folder: Path, dist_context: DistContext = SINGLE_PROCESS, step: int | None = None
+) -> None:
+    """Write `final/` unless it is there, intact and of this step. Raise UserError if weights contain NaN or Inf."""
+    final = folder / "final"
+    if dist_context.run_on_main(lambda: find_corruption(final) is not None or read_manifest(final).get("step") != step):
         complete = dist_context.gather_model(model)
         if complete is not None:
             if bad_layers := nonfinite_layers(complete):
@@ -497,7 +491,7 @@ def write_final_model(model: Model, folder: Path, dist_context: DistContext = SI
                     f"Weights contain NaN or Inf ({bad_layers}): final/ is not written. Lower --learning-rate or raise "
                     "--warmup-steps; --resume --rewind 0 restarts before the first bad step."
                 )
-            with translate_disk_errors(folder / "final"), atomic_folder(folder / "final") as temporary:
+            with translate_disk_errors(final), atomic_folder(final, step=step) as temporary:
                 write_model(complete, temporary)
 
 

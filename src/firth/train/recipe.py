@@ -21,7 +21,7 @@ from firth.core.parse import parse_yaml
 from firth.core.serialization import TYPE_KEY, default_fields, from_dict, to_dict
 from firth.models import Distillation, KnowledgeTransfer, LMHead, ModelConfig
 from firth.models.config import AWDLSTMConfig, BiLSTMConfig, ELMoConfig, TransformerXL
-from firth.objectives import CLM, MLM, OBJECTIVES, BiLM, Objective, SequenceAutoencoder
+from firth.objectives import CLM, MLM, OBJECTIVES, BiLM, MaskedNextToken, Objective, SequenceAutoencoder
 from firth.tokens import MixConfig
 from firth.train.tracking import TrackedRun, TrackerName, check_tracker
 
@@ -586,6 +586,20 @@ class Recipe(TrainingConfig):
                 )
         if self.order == "stream" and (self.batch_ramp or self.length_ramp):
             raise UserError("order=stream needs a fixed batch and row length: remove batch_ramp and length_ramp.")
+
+    @property
+    def keeps_best(self) -> bool:
+        """Whether the run ends with the weights of its lowest held-out loss, if it has one and shards no weights.
+
+        With causal and masked rows in one model the loss is above all that of the causal ones, which have more labels.
+        They overfit first, while the model still learns from the masked ones (docs/results.md). The task of replaced
+        tokens changes with their generator.
+        """
+        return (
+            self.load_best
+            and not isinstance(self.objective, MaskedNextToken)
+            and "generator" not in self.objective.extras
+        )
 
     def check(self) -> None:
         """Check each field, and that model, objective and row length fit together."""

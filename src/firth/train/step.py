@@ -80,6 +80,7 @@ class TrainingRun:
     freeze_schedule: FreezeSchedule = field(default_factory=FreezeSchedule)  # which parameters are trained, from when
     # Metrics -> a score to maximise; the best checkpoint is kept.
     score_fn: Callable[[Mapping[str, float]], float] | None = None
+    best_margin: float = 0.0  # by which an earlier evaluation must be better than the last one
     halvings: int = 0  # how often micro-batches were halved after running out of memory
     patience: int = 0  # early stopping: evaluations without improvement; 0 turns it off
     save_last: bool = True  # save a checkpoint after the last step, so that a longer run can resume
