@@ -261,9 +261,10 @@ def test_the_rate_follows_the_batch() -> None:
         ("decoder-2x64", "clm", 6, 0.1),
     ],
 )
-def test_dropout_follows_the_passes(preset: str, objective: str, passes: float, dropout: float) -> None:
+@pytest.mark.parametrize("tokens", [14_000_000, 437_500])  # 1/32, which is read half as often
+def test_dropout_follows_the_passes(preset: str, objective: str, passes: float, dropout: float, tokens: int) -> None:
     recipe = pretraining_recipe(get_preset(preset), objective=OBJECTIVES[objective])
-    model = with_repeated_text(recipe, passes, 10**6).model
+    model = with_repeated_text(recipe, passes * (tokens / 14e6) ** 0.2, tokens).model
     assert (model.dropout, model.attention_dropout) == (dropout, dropout)
 
 

@@ -75,13 +75,15 @@ SHAPE_RECIPES: dict[str, dict[str, Any]] = {
     "encoder": {"objective": OBJECTIVES["mlm-and-clm"], "split": "sentence"},
     "decoder": {"split": "sentence"},
 }
-# Passes over a text after which such a model learns it by heart, by objective: causal rows have a label at every
-# position, and overfit first. Masked rows alone still learn after 48 passes (docs/results.md, minimal pairs).
+# Passes over 10M words after which such a model overfits, by objective: causal rows have a label at every position, and
+# overfit first. Masked rows alone still learn after 48 passes (docs/results.md, minimal pairs). A smaller text is
+# learned by heart after fewer passes: they grow with the fifth root of its tokens (docs/results.md, a small text).
+OVERFITTING_TOKENS, OVERFITTING_POWER = 14e6, 0.2
 OVERFITTING_PASSES: dict[type, float] = {CLM: 5.0, MLMAndCLM: 12.0, MaskedNextToken: 12.0}
 REPEATED_TEXT_DROPOUT = 0.1
-# Passes of the causal rows beside masked ones, at most, over a text of so many tokens; they grow with its fifth root
-# (docs/results.md). No more rows are masked than GPT-BERT's, for a text of 10M words that is read some hundred times.
-CAUSAL_PASSES, CAUSAL_PASSES_TOKENS, MAX_MASKED_SHARE = 8.0, 14e6, 15 / 16
+# Passes of the causal rows beside masked ones, at most, over 10M words. No more rows are masked than GPT-BERT's, whose
+# text of 10M words is read some hundred times.
+CAUSAL_PASSES, MAX_MASKED_SHARE = 8.0, 15 / 16
 
 
 class BatchChoice(NamedTuple):
@@ -304,12 +306,12 @@ def with_repeated_text(recipe: Recipe, passes: float, text_tokens: int, keeps: C
     always the same labels. `keeps` names what must not be chosen: "dropout", "masked_share".
     """
     model, objective = recipe.model, recipe.objective
+    passes *= (OVERFITTING_TOKENS / max(text_tokens, 1)) ** OVERFITTING_POWER
     if "dropout" not in keeps and passes > OVERFITTING_PASSES.get(type(objective), math.inf):
         rates = {name: max(getattr(model, name), REPEATED_TEXT_DROPOUT) for name in ("dropout", "attention_dropout")}
         model = replace(model, **rates)
     if "masked_share" not in keeps and isinstance(objective, MaskedNextToken):
-        causal_passes = CAUSAL_PASSES * (max(text_tokens, 1) / CAUSAL_PASSES_TOKENS) ** 0.2
-        share = max(objective.masked_share, min(1 - causal_passes / max(passes, causal_passes), MAX_MASKED_SHARE))
+        share = max(objective.masked_share, min(1 - CAUSAL_PASSES / max(passes, CAUSAL_PASSES), MAX_MASKED_SHARE))
         objective = replace(objective, masked_share=round(share, 3))
     return replace(recipe, model=model, objective=objective)
 
