@@ -610,7 +610,7 @@ def test_a_run_is_examined_for_a_hundredth_of_its_time(tmp_path: Path, monkeypat
 
 def test_a_finetuning_counts_as_long_as_it_was_seen_to_train(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """It writes no timings, and its seeds share one budget, also those that have ended."""
-    now, examined = [1000.0], []
+    now, examined, go_on = [1000.0], [], threading.Event()
     monkeypatch.setattr(run_notes.time, "monotonic", lambda: now[0])
     for seed in range(2):
         make_run(tmp_path / "tuned" / f"seed-{seed}")
@@ -619,6 +619,7 @@ def test_a_finetuning_counts_as_long_as_it_was_seen_to_train(tmp_path: Path, mon
     write_json(tmp_path / "tuned" / "seed-0" / "results.json", {})
 
     def examine(path: Path, limit: float, hold: Any) -> dict[str, Any]:
+        go_on.wait(10)
         examined.append((path.name, round(limit, 6)))
         return {"findings": [], "references": {}, "rules": 32, "not_examined": []}
 
@@ -628,7 +629,8 @@ def test_a_finetuning_counts_as_long_as_it_was_seen_to_train(tmp_path: Path, mon
         assert (ended.summary.state, other.summary.state) == ("finished", "running")
         for now[0], state in ((1000.0, "later"), (1799.0, "later"), (1801.0, "examining")):
             assert [notes.read(run)["state"] for run in (ended, other)] == [state] * 2
-            notes.worker.submit(lambda: None).result()
+        go_on.set()
+        notes.worker.submit(lambda: None).result()
     assert examined == [("tuned", 8.01)]
     notes.stop()
 

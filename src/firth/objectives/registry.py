@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 from firth.core.serialization import TYPE_KEY, to_dict
@@ -67,14 +68,14 @@ OBJECTIVES: dict[str, Objective] = {
 
 
 def name_objective(objective: Objective) -> str:
-    """Return the name to show: with modified settings that of the first objective of the type.
+    """Return the name to show: the registered one, whatever the share of masked rows; the type for other settings.
 
-    >>> name_objective(replace(OBJECTIVES["mlm-and-clm"], masked_share=0.9))
-    'mlm-and-clm'
+    >>> name_objective(replace(OBJECTIVES["mlm-and-clm"], masked_share=0.9)), name_objective(MLM(rate=0.25))
+    ('mlm-and-clm', 'MLM')
     """
-    exact = describe_objective(objective)["name"]
-    same_type = (name for name, known in OBJECTIVES.items() if type(known) is type(objective))
-    return exact or next(same_type, type(objective).__name__)
+    if isinstance(objective, MaskedNextToken):
+        objective = replace(objective, masked_share=type(objective)().masked_share)
+    return describe_objective(objective)["name"] or type(objective).__name__
 
 
 def describe_objective(objective: Objective) -> dict[str, Any]:
