@@ -1,9 +1,9 @@
 """Watch a live run with many viewers: what it costs the server, and how much it slows the run.
 
 A small GPT-2 trains in a process of its own, on all cores. `firth serve --runs` watches it, and viewers do what the
-page does: they ask for the log and for the doctor's notes once, then wait for events. Watched and unwatched windows
-alternate, in changing order; the speed of the run is read from its log. Viewers share the machine with the run and the
-server, which real ones do not: their own computing time is told apart.
+page does: they ask for the log and for the doctor's notes once, then wait for events. Each pair of windows, a watched
+and an unwatched one, has a random order; the speed of the run is read from its log. Viewers share the machine with the
+run and the server, which real ones do not: their own computing time is told apart.
 
     python benchmarks/serve_viewers.py                                  # 20 pairs of windows: 13 minutes
     python benchmarks/serve_viewers.py --pairs 2 --window-s 5           # a trial
@@ -177,19 +177,21 @@ def measure_doctor(address: str, log: Path, limit_s: float) -> dict[str, Any]:
 
 
 def compare_windows(
-    server: int, viewers: Viewers, count: int, log: Path, pairs: int, window_s: float
+    run: int, server: int, viewers: Viewers, count: int, log: Path, pairs: int, window_s: float
 ) -> tuple[list[float], dict[str, Any]]:
     """Return the slowdown of each pair of windows in percent, and what the watched windows cost."""
     slowdowns, cpu, own, speeds = list[float](), {True: 0.0, False: 0.0}, 0.0, list[float]()
+    run_cpu, rng = {True: 0.0, False: 0.0}, random.Random(0)
     for pair in range(pairs):
         speed: dict[bool, float] = {}
-        for is_watched in (True, False) if pair % 2 else (False, True):
+        for is_watched in rng.sample((True, False), 2):
             if is_watched:
                 viewers.open(count)
             time.sleep(TICK_S + 1)
-            cpu_before, own_before = cpu_seconds(server), own_cpu_seconds()
+            cpu_before, own_before, run_before = cpu_seconds(server), own_cpu_seconds(), cpu_seconds(run)
             speed[is_watched] = measure_speed(log, window_s)
             cpu[is_watched] += cpu_seconds(server) - cpu_before
+            run_cpu[is_watched] += cpu_seconds(run) - run_before
             own += (own_cpu_seconds() - own_before) * is_watched
             viewers.close()
         slowdowns.append(100 * (1 - speed[True] / speed[False]))
@@ -201,6 +203,8 @@ def compare_windows(
         "server_cpu_percent_of_one_core": 100 * cpu[True] / total_s,
         "server_cpu_percent_unwatched": 100 * cpu[False] / total_s,
         "viewers_cpu_percent_of_one_core": 100 * own / total_s,
+        "cores_of_the_run_watched": run_cpu[True] / total_s,
+        "cores_of_the_run_unwatched": run_cpu[False] / total_s,
     }
 
 
@@ -226,7 +230,7 @@ def main() -> None:
             say("the doctor examines the run")
             result = measure_doctor(address, log, options.doctor_s)
             slowdowns, costs = compare_windows(
-                server.pid, viewers, options.viewers, log, options.pairs, options.window_s
+                run.pid, server.pid, viewers, options.viewers, log, options.pairs, options.window_s
             )
             status = Path(f"/proc/{server.pid}/status").read_text(encoding="utf-8")
             memory_mb = int(status.partition("VmRSS:")[2].split()[0]) / 1024
