@@ -30,7 +30,7 @@ from firth.recipes import (
     update_recipe,
     with_repeated_text,
 )
-from firth.recipes.pretraining import BatchChoice
+from firth.recipes.pretraining import DROPOUT_FIELDS, BatchChoice
 from firth.tokens import MixConfig, is_shards_folder, load_tokenizer, open_shards
 from firth.train.recipe import Recipe, read_yaml_mapping
 
@@ -44,7 +44,6 @@ DEFAULT_PLANNED_MINUTES = 30.0  # of a run whose size is planned and that names 
 KEPT_ON_RESUME_FIELDS = ("optim", "learning_rate", "weight_decay", "warm_start", "seed")
 # The same: chosen by the passes of the first command.
 PASSES_FIELDS = frozenset({"dropout", "masked_share"})
-DROPOUT_FIELDS = ("dropout", "attention_dropout")  # of the model
 PLANNED_FIELDS = ("model", "save_steps", "minutes")  # the same for a run whose size was planned
 
 

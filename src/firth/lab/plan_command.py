@@ -11,9 +11,9 @@ from firth.lab.check_commands import program, reading_options
 from firth.lab.planner import PlannedRun
 from firth.models import get_preset
 from firth.objectives import MaskedNextToken
+from firth.recipes.pretraining import DROPOUT_FIELDS
 from firth.text import Corpus
 
-DROPOUT_FIELDS = ("dropout", "attention_dropout")
 PLANNED_OPTIONS = ("max_seq_length", "global_batch_tokens", "learning_rate", "save_steps")
 
 

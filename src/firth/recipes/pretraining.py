@@ -80,7 +80,7 @@ SHAPE_RECIPES: dict[str, dict[str, Any]] = {
 # learned by heart after fewer passes: they grow with the fifth root of its tokens (docs/results.md, a small text).
 OVERFITTING_TOKENS, OVERFITTING_POWER = 14e6, 0.2
 OVERFITTING_PASSES: dict[type, float] = {CLM: 5.0, MLMAndCLM: 12.0, MaskedNextToken: 12.0}
-REPEATED_TEXT_DROPOUT = 0.1
+REPEATED_TEXT_DROPOUT, DROPOUT_FIELDS = 0.1, ("dropout", "attention_dropout")
 # Passes of the causal rows beside masked ones, at most, over 10M words. No more rows are masked than GPT-BERT's, whose
 # text of 10M words is read some hundred times.
 CAUSAL_PASSES, MAX_MASKED_SHARE = 8.0, 15 / 16
@@ -308,7 +308,7 @@ def with_repeated_text(recipe: Recipe, passes: float, text_tokens: int, keeps: C
     model, objective = recipe.model, recipe.objective
     passes *= (OVERFITTING_TOKENS / max(text_tokens, 1)) ** OVERFITTING_POWER
     if "dropout" not in keeps and passes > OVERFITTING_PASSES.get(type(objective), math.inf):
-        rates = {name: max(getattr(model, name), REPEATED_TEXT_DROPOUT) for name in ("dropout", "attention_dropout")}
+        rates = {name: max(getattr(model, name), REPEATED_TEXT_DROPOUT) for name in DROPOUT_FIELDS}
         model = replace(model, **rates)
     if "masked_share" not in keeps and isinstance(objective, MaskedNextToken):
         share = max(objective.masked_share, min(1 - CAUSAL_PASSES / max(passes, CAUSAL_PASSES), MAX_MASKED_SHARE))
