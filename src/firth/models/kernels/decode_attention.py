@@ -139,7 +139,8 @@ if triton is not None:
         R: tl.constexpr = H // G
         WIDTH: tl.constexpr = H * D if IS_CROSS else (H + 2 * G) * D
         if USE_PDL:
-            gdc_launch_dependents()
+            if PARTS > 1:
+                gdc_launch_dependents()
             gdc_wait()
         b, g, part = tl.program_id(0) // G, tl.program_id(0) % G, tl.program_id(1)
         at = tl.load(position + b)
@@ -199,6 +200,8 @@ if triton is not None:
             total = total * shrink + tl.sum(p, 1)
             acc = acc * shrink[:, None] + tl.dot(p.to(dtype), v, input_precision=precision)
             top = new_top
+        if USE_PDL and PARTS == 1:
+            gdc_launch_dependents()
         out = acc / tl.maximum(total, 1e-30)[:, None]
         row = part * B + b
         y_at = y + row.to(tl.int64) * (H * D) + (g * R + r)[:, None] * D + j[None, :]

@@ -42,7 +42,7 @@ DECODE_ACTIVATIONS = [*KERNEL_ACTIVATIONS, "relu"]  # kernels take the index of 
 MAX_NORM_FEATURES = 16384  # features of a row that one program normalizes
 MAX_GEMV_BLOCK_K = 4096  # inputs that a program of a matrix-vector product loads at once, where it has no norm
 MAX_GEMV_WEIGHTS = 16384  # weights that it loads at once: 128 for each thread
-MAX_PDL_ROWS = 1  # rows up to which kernels use programmatic dependent launch: see `pdl_options`
+MAX_PDL_ROWS = 64  # rows up to which kernels use programmatic dependent launch: see `pdl_options`
 GEMV_TARGET_PROGRAMS = 192  # programs of a matrix-vector product, at least, where it has enough columns
 MATMUL_TILE_BYTES = 110 * 2**10  # bytes of shared memory for the tiles that are loaded ahead: two programs per SM
 MATMUL_TARGET_PROGRAMS = 96  # programs of a matmul, at least, where it has enough columns
@@ -176,9 +176,13 @@ def pdl_options(num_rows: int, device: torch.device) -> dict[str, bool]:
     """Options of a kernel for programmatic dependent launch (PDL, compute capability 9).
 
     A kernel may then start while the one before it still runs: it requests its weights, and waits (`gdc_wait`) before
-    it reads what the other computes. One row gains a quarter by it, 64 rows lose a few percent (docs/results.md).
+    it reads what the other computes. One row gains a quarter by it, 64 rows 7 to 12% (docs/results.md).
+
+    The moment matters where a kernel calls `gdc_launch_dependents`. Programs that wait hold shared memory and
+    registers, and they are placed wherever there is room at that moment, several on one multiprocessor. So kernels
+    that fill the GPU (attention with one program for each row and head) call it when they are nearly done.
     """
-    if num_rows > MAX_PDL_ROWS or torch.cuda.get_device_capability(device)[0] < 9:
+    if num_rows > MAX_PDL_ROWS or device.type != "cuda" or torch.cuda.get_device_capability(device)[0] < 9:
         return dict(USE_PDL=False)
     return dict(USE_PDL=True, launch_pdl=True)
 
@@ -338,8 +342,9 @@ if triton is not None:
                 x_k = centered * rstd[:, None] * gain.to(tl.float32)
                 if HAS_NORM_BIAS:
                     x_k += shift.to(tl.float32)
-                if STORE_NORMED:
-                    tl.store(normed + start + k, x_k.to(dtype), mask=inside_k & (tl.program_id(0) == 0))
+                if STORE_NORMED:  # noqa: SIM102
+                    if tl.program_id(0) == 0:
+                        tl.store(normed + start + k, x_k.to(dtype), mask=inside_k)
                 x_k = x_k.to(dtype).to(tl.float32)
             h += tl.sum(w.to(tl.float32) * x_k, 1)
             if IS_GATED:
@@ -360,7 +365,7 @@ if triton is not None:
         BLOCK_K: tl.constexpr, USE_PDL: tl.constexpr,
     ):  # fmt: skip
         """One program per row."""
-        if USE_PDL:
+        if USE_PDL and not IS_RMS:
             gdc_launch_dependents()
         k = tl.arange(0, BLOCK_K)
         inside = k < K
@@ -374,6 +379,8 @@ if triton is not None:
         if not IS_RMS:
             row = tl.where(inside, row - tl.sum(row, 0) / K, 0.0)
         row = row * tl.rsqrt(tl.sum(row * row, 0) / K + eps) * gain
+        if USE_PDL and IS_RMS:  # measured: a Llama loses 5% if it is called earlier, GPT-2 3% if later
+            gdc_launch_dependents()
         if HAS_BIAS:
             row += shift
         tl.store(y + at, row.to(y.dtype.element_ty), mask=inside)
