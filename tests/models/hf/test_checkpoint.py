@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 from torch.testing import assert_close
@@ -61,6 +62,7 @@ from firth.models.presets import (
     get_preset,
     gpt,
     gpt2,
+    llama,
     rembert,
     roberta,
     t5,
@@ -533,6 +535,35 @@ def test_adds_bos_is_kept() -> None:
     facts = to_hf_config(config, None)
     assert (facts["model_type"], facts["firth_adds_bos"]) == ("bart", False)
     assert from_hf_config(facts) == config
+
+
+LLAMA = llama(2, 16, 2, 32, V)
+
+
+def test_dropout_does_not_close_a_checkpoint_to_transformers(tmp_path: Path) -> None:
+    """Llama's config.json has no dropout of layers. It changes training alone, so the checkpoint stays a Llama."""
+    mlp = replace(LLAMA.mlp, dropout=0.3)
+    config = replace(LLAMA, dropout=0.1, attention_dropout=0.2, layer_drop=0.4, mlp=mlp)
+    facts = to_hf_config(config, None)
+    assert facts["model_type"] == "llama"
+    assert facts["attention_dropout"] == 0.2
+    assert facts["firth_dropout"] == {"dropout": 0.1, "mlp_dropout": 0.3, "layer_drop": 0.4}
+    assert from_hf_config(facts) == config
+    assert "firth_dropout" not in to_hf_config(LLAMA, None)
+
+    model = stirred(config).eval()
+    write_model(model, tmp_path)
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(tmp_path)
+    ids = torch.arange(2, 14)[None]
+    with torch.no_grad():
+        assert_close(model(ids).logits, theirs(ids).logits, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("rates", [3, [1], {"speed": 0.1}, {"dropout": "much"}, {"dropout": 2}])
+def test_damaged_dropout_rates_are_an_error(rates: Any) -> None:
+    facts = to_hf_config(replace(LLAMA, dropout=0.1), None)
+    with pytest.raises(UserError):
+        make_model(from_hf_config(facts | {"firth_dropout": rates}))
 
 
 VOCAB = Vocabulary(V, 0, 1, 2, 3, 4, 5, 6, (), special_ids=tuple(range(7)))

@@ -44,6 +44,7 @@ FAMILY_KEY = "firth_family"  # which of the families that share a layout
 OBJECTIVE_KEY = "firth_objective"  # the objective of pretraining, by name and with its settings
 PROMPT_FORM_KEY = "firth_prompt_form"  # ModelConfig.prompt_form, where it is not causal
 ADDS_BOS_KEY = "firth_adds_bos"  # ModelConfig.adds_bos, where it is not the family's default
+DROPOUT_KEY = "firth_dropout"  # the rates that the family's own settings cannot say: training alone reads them
 REGRESSION_PROBLEM_TYPE = "regression"
 HEAD_VALUE_FROM_HF = ACTIVATION_FROM_HF | {"cls": "first"}  # values in the settings of task heads
 HEAD_VALUE_TO_HF = ACTIVATION_TO_HF | {"first": "cls"}
@@ -117,9 +118,28 @@ def _to_layout_settings(config: ModelConfig, layout: HFLayout) -> dict[str, Any]
         hf[ADDS_BOS_KEY] = config.adds_bos
     if config.prompt_form != "causal":
         hf[PROMPT_FORM_KEY] = config.prompt_form
+    rates, known = _dropout_rates(config), _dropout_rates(read_back)
+    if rates != known:
+        hf[DROPOUT_KEY] = {name: rate for name, rate in rates.items() if rate != known[name]}
     if own := tuple(e for e in config.extras if not (isinstance(e, SentencePairHead) and layout.pair_architecture)):
         hf[EXTRAS_KEY] = to_dict(replace(config, extras=own))["extras"]
     return hf | (_head_to_hf(config, layout) if isinstance(config.head, TaskHead) else {})
+
+
+def _dropout_rates(config: ModelConfig) -> dict[str, float]:
+    return {
+        "dropout": config.dropout,
+        "attention_dropout": config.attention_dropout,
+        "mlp_dropout": config.mlp_dropout,
+        "layer_drop": config.layer_drop,
+    }
+
+
+def _with_dropout_rates(config: ModelConfig, rates: dict[str, float]) -> ModelConfig:
+    """Return the config with these rates; the others stay."""
+    rates = _dropout_rates(config) | rates
+    mlp = replace(config.mlp, dropout=rates.pop("mlp_dropout"))
+    return replace(config, mlp=mlp, **rates)  # type: ignore[arg-type]
 
 
 def _head_to_hf(config: ModelConfig, layout: HFLayout) -> dict[str, Any]:
@@ -287,6 +307,8 @@ def _config_from_layout(hf_config: dict[str, Any], source: str) -> ModelConfig:
                 f"{source}: {setting} is {quote(hf_config[setting])}, and Firth knows {kind} only with {quote(value)}."
             )
     config = layout.settings.read(hf_config)
+    if DROPOUT_KEY in hf_config:
+        config = _with_dropout_rates(config, hf_config[DROPOUT_KEY])
     if (head := _head_from_hf(hf_config, layout, config, source)) is not None:
         config = replace(config, head=head, extras=())
     return replace(
