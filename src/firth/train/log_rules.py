@@ -514,17 +514,19 @@ def check_repeated_data(facts: LogFacts) -> Evidence | None:
     gap = float(held_out.values[-1] - train.values[-1])
     if passes.values[-1] < REPEATED_PASSES or gap < max(MEMORIZED_NATS, 0.1 * float(train.values[-1])):
         return None
-    earlier = held_out.values[: -max(len(held_out) // 4, 1)]
-    if len(earlier) and held_out.values[-1] < earlier.min() - SAME_NATS:  # fewer passes would be worse
+    reached = int(np.argmax(held_out.values <= held_out.values.min() + SAME_NATS))
+    if held_out.steps[reached] > held_out.steps[-1] / 2:  # fewer passes would be worse
         return None
+    enough = float(np.interp(held_out.steps[reached], passes.steps, passes.values))
     return Evidence(
         {
             "passes": float(passes.values[-1]),
+            "held-out loss no lower since pass": enough,
             "training loss": float(train.values[-1]),
             "held-out loss": facts.last_loss,
         },
         "The text was read so often that the training loss measures memory: take more text, or a smaller model.",
-        facts.command("--num-train-epochs 4"),
+        facts.command(f"--num-train-epochs {math.ceil(enough)}"),
     )
 
 
@@ -696,7 +698,7 @@ LOG_RULES: tuple[Rule[LogFacts], ...] = (
         "warning",
         "the text is learned by heart",
         f"after {REPEATED_PASSES:g} passes or more the held-out loss is {MEMORIZED_NATS} nats and 10% above the "
-        "training loss",
+        f"training loss, and was within {SAME_NATS} nats of its minimum before half of the steps",
         check_repeated_data,
     ),
     Rule(
