@@ -103,7 +103,7 @@ PUBLISHED_RUNS: dict[str, list[tuple[str, int, float, float, float]]] = {
         ("modernbert-base", 16384, 118e6, 13.5e6, 2.42),
         ("modernbert-tiny", 8192, 300 * 4096, 6.3e6, 5.03),
     ],
-    "decoder": [("decoder-8x512", 16384, 8730 * 32768, 13.5e6, 3.88)],
+    "decoder": [("decoder-8x512", 8192, 276.43e6, 15.09e6, 3.585)],  # as those of encoders
     "encoder-decoder": [
         ("encoder-decoder-8x512", 8192, 1500 * 32768, 14e6, 4.302),
         ("encoder-decoder-8x512", 8192, 5831 * 32768, 14e6, 3.115),
