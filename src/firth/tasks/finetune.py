@@ -23,7 +23,13 @@ from firth.models.lora import check_lora_support
 from firth.models.parameters import FLOAT_BYTES
 from firth.tasks.chat import template_uses_date
 from firth.tasks.distill import check_distillation, compare_models, make_extra_examples
-from firth.tasks.finetune_data import check_example_checksums, read_finetune_data, used_indices, write_data_notes
+from firth.tasks.finetune_data import (
+    FinetuneData,
+    check_example_checksums,
+    read_finetune_data,
+    used_indices,
+    write_data_notes,
+)
 from firth.tasks.finetune_job import encode_finetune_data, resolve_compile_options, with_recipe
 from firth.tasks.finetune_loss import with_reference_logps
 from firth.tasks.finetune_notices import describe_job
@@ -110,16 +116,7 @@ def run_seeds(
         recipe = replace(recipe, day=(earlier.day if earlier else "") or date.today().isoformat())
         recipe = share_recipe(dist_context, recipe)
     task = make_run_task(recipe, data.train, tokenizer, config)
-    check_distillation(recipe, task)  # again, with the labels
-    check_metric(recipe, data.dev, task)
-    check_baseline(recipe, data.dev)
-    # raise these errors before anything is written
-    if recipe.search_fields:
-        check_search(recipe, len(data.train))
-    if recipe.class_weights == "balanced":
-        balance_class_weights(task.configure_model(config), [e.target for e in data.train])
-    if not recipe.from_scratch:
-        find_weight_files(Path(recipe.checkpoint))
+    check_run(recipe, data, task, config)
     if earlier is None:
         check_resources(estimate_finetuning(recipe, task, config), stored.parent, select_device(dist_context, recipe))
 
@@ -134,17 +131,9 @@ def run_seeds(
             data = replace(data, extra=tuple(extra))
         job = with_reference_logps(encode_finetune_data(recipe, task, data, compute, folder))
         if earlier is not None:
-            recipe = merge_recipe(earlier, recipe, allow_change, FIXED_FINETUNE_FIELDS)
-            recipe = check_example_checksums(recipe, data, allow_change)
-            changed = bool(
-                recipe_differences(replace(earlier, output_dir=recipe.output_dir, parallel=recipe.parallel), recipe)
-            )
+            recipe, changed = continue_recipe(earlier, recipe, data, allow_change)
             if dist_context.is_main_process:
-                report_finished_seeds(folder, recipe, changed)
-                if changed:
-                    clear_diverged_seeds(folder.glob("seed-*"))
-                if rewind is not None:
-                    recipe = rewind_seed(folder, recipe, rewind)
+                recipe = prepare_seed_folders(folder, recipe, changed, rewind)
         else:
             changed = False
             recipe = check_example_checksums(resolve_seed_schedule(recipe, job, clock.start_time), data, allow_change)
@@ -170,6 +159,37 @@ def run_seeds(
                 results["distillation"] = compare_models(recipe, task, data.dev, results, compute, folder)
                 write_results(folder / "results.json", results)
             return results
+
+
+def check_run(recipe: FinetuneRecipe, data: FinetuneData, task: Task, config: ModelConfig) -> None:
+    """Raise the errors of settings that do not fit the examples or the checkpoint, before anything is written."""
+    check_distillation(recipe, task)  # again, with the labels
+    check_metric(recipe, data.dev, task)
+    check_baseline(recipe, data.dev)
+    if recipe.search_fields:
+        check_search(recipe, len(data.train))
+    if recipe.class_weights == "balanced":
+        balance_class_weights(task.configure_model(config), [e.target for e in data.train])
+    if not recipe.from_scratch:
+        find_weight_files(Path(recipe.checkpoint))
+
+
+def continue_recipe(
+    earlier: FinetuneRecipe, recipe: FinetuneRecipe, data: FinetuneData, allow_change: bool
+) -> tuple[FinetuneRecipe, bool]:
+    """Return the recipe of a resumed run, and whether it differs from the earlier one in more than its place."""
+    recipe = merge_recipe(earlier, recipe, allow_change, FIXED_FINETUNE_FIELDS)
+    recipe = check_example_checksums(recipe, data, allow_change)
+    same_place = replace(earlier, output_dir=recipe.output_dir, parallel=recipe.parallel)
+    return recipe, bool(recipe_differences(same_place, recipe))
+
+
+def prepare_seed_folders(folder: Path, recipe: FinetuneRecipe, changed: bool, rewind: int | None) -> FinetuneRecipe:
+    """Say which seeds are finished, let diverged ones start again if the recipe changed, and rewind one if asked."""
+    report_finished_seeds(folder, recipe, changed)
+    if changed:
+        clear_diverged_seeds(folder.glob("seed-*"))
+    return recipe if rewind is None else rewind_seed(folder, recipe, rewind)
 
 
 def keep_choices(earlier: FinetuneRecipe, recipe: FinetuneRecipe) -> FinetuneRecipe:
