@@ -429,7 +429,7 @@ SICK: dict[str, Case] = {
     "encoder-rate-too-high": trained(
         "rate-too-high", f"{STUCK} loss-spikes growing-weights", **ENCODER, optim="adamw", learning_rate=0.5
     ),
-    "encoder-overfitting": trained("overfitting repeated-data", **ENCODER, text=tiny_text, max_steps=400),
+    "encoder-overfitting": trained("overfitting", "repeated-data", **ENCODER, text=tiny_text, max_steps=400),
     "encoder-mask-rate": Case(
         lambda shop, name: shop.edited(name, {"objective": mlm_and_clm(0.5, 0.25)}, **ENCODER, max_steps=100),
         frozenset({"mask-rate"}),
@@ -535,7 +535,7 @@ UNSEEN: dict[str, Case] = {
         "warmup-too-short", f"{STUCK} rate-too-high", **GPT2, **LONG, learning_rate=2e-2, warmup_steps=0
     ),
     "sick-gpt2-divergence": trained("divergence", f"{STUCK} rate-too-high", **GPT2, **LONG, learning_rate=1e18),
-    "sick-encoder-overfitting": trained("overfitting repeated-data", **ENCODER, **FEW, max_steps=1500),
+    "sick-encoder-overfitting": trained("overfitting", "repeated-data", **ENCODER, **FEW, max_steps=1500),
     "sick-decoder-overfitting": trained("overfitting", "repeated-data", **DECODER, **FEW, max_steps=1000),
     "sick-encoder-labels": untrained("all-labels", **ENCODER | {"objective": mlm_and_clm(0.9, 0.8)}, **FEW),
     "healthy-encoder": trained(**ENCODER, **LONG),

@@ -69,7 +69,7 @@ from firth.train.resources import measure_flops
 TOKENIZER_DOCUMENTS_STEP = 4  # every fourth document trains the tokenizer
 DEFAULT_VOCAB_SIZE = 8192
 SETTING_AXES = {"batch": "batches", "rate": "rates", "decay": "decays"}  # a setting and the option of its multiples
-NEVER = 10**9  # steps: no checkpoint and no evaluation before the end
+NEVER = 10**9  # steps: no checkpoint before the end
 PAPER_LAW = ScalingLaw(1.69, 406.4, 410.7, 0.34, 0.28, 15.4)  # Hoffmann et al. 2022, eq. 10; Muennighoff et al. 2023
 PAPER_NOTE = "exponents, A / B and the worth of repeats are those of the papers: no sweep was run"
 C_ENTRY = "encoder, mlm"  # whose runs tell C: they have 0.05 to 1.6 parameters per token
@@ -173,7 +173,7 @@ def run_cell(cell: SweepRun) -> dict[str, Any]:
 
 def resolve_cell(cell: SweepRun, **fields: Any) -> Recipe:
     """Return the recipe of `firth pretrain encoder-8x512 --num-train-epochs P`, with these fields."""
-    options = {"num_train_epochs": cell.passes, "save_steps": NEVER, "eval_steps": NEVER, "minutes": None}
+    options = {"num_train_epochs": cell.passes, "save_steps": NEVER, "minutes": None}
     plan = plan_pretraining(
         f"{cell.architecture}-{cell.shape}",
         cell.shards,

@@ -19,7 +19,8 @@ from firth.core.errors import UserError
 from firth.core.files import find_corruption
 from firth.models import get_preset, load_model
 from firth.recipes import pretraining_recipe
-from firth.tokens import ShardSet
+from firth.text import Document
+from firth.tokens import ShardSet, open_shards, prepare
 from firth.train import Recipe, load_recipe, pretrain, read_log, save_recipe
 from firth.train.dataloader import make_pretrain_batch_fn, make_row_dataset
 from firth.train.distributed import SINGLE_PROCESS, DistContext, bucket_tensors, should_report_error
@@ -406,3 +407,27 @@ def test_one_process_with_nccl_equals_a_plain_run(shards_of: Make, tmp_path: Pat
     for way in ("offload", "ddp compiled", "fsdp compiled"):
         losses = [[line["loss"] for line in runs.log(name) if "loss" in line] for name in ("plain", way)]
         assert losses[1] == pytest.approx(losses[0], rel=0.02)
+
+
+def test_sharded_weights_of_the_best_evaluation(shards_of: Make, corpus_file: Path, tmp_path: Path) -> None:
+    """A run that overfits ends with its best weights, also where each process has only a part of them."""
+    words, rng = corpus_file.read_text(encoding="utf-8").split(), np.random.default_rng(0)
+    documents = (Document(" ".join(rng.choice(words, 60)), "") for _ in range(12))
+    prepare(documents, shards_of("gpt2").tokenizer, tmp_path / "few", held_out_share=0.5)
+    runs = Runs(tmp_path, open_shards(tmp_path / "few"), "gpt2")
+    fields: dict[str, Any] = dict(max_steps=16, eval_steps=4, save_steps=8, learning_rate=2e-2)
+    runs.alone("one", per_device_train_batch_size=8, **fields)
+    stopped = dict(parallel="fsdp", per_device_train_batch_size=4, **fields)
+    jobs = [
+        runs.job("fsdp", parallel="fsdp", per_device_train_batch_size=4, **fields),
+        runs.job("stopped", {"harm": {"kind": "stop", "step": 10}}, **stopped),
+        runs.job("stopped", {"resume": True}, **stopped),
+    ]
+    processes.run(2, jobs, tmp_path)
+    one, fsdp = (json.loads((tmp_path / name / "results.json").read_text()) for name in ("one", "fsdp"))
+    assert 0 < one["best_step"] == fsdp["best_step"] < 16
+    assert fsdp["eval_loss"] == pytest.approx(one["eval_loss"], abs=CLOSE)
+    assert fsdp["eval_loss"] == min(line["eval_loss"] for line in runs.log("fsdp") if "eval_loss" in line)
+    for name, value in runs.weights("one").items():
+        torch.testing.assert_close(runs.weights("fsdp")[name], value, rtol=0, atol=10 * CLOSE)  # the rate is high
+    runs.same("fsdp", "stopped")

@@ -38,7 +38,7 @@ from firth.models import Model, load_weights, read_tensors, write_model
 from firth.models.hf.convert import unique_state_dict
 from firth.models.hf.tensors import translate_disk_errors
 from firth.models.lora import has_lora
-from firth.train.dtensor import distribute_like
+from firth.train.dtensor import copy_into, distribute_like
 from firth.train.recipe import FreezeSchedule
 from firth.train.unfreeze import ever_trainable
 
@@ -229,19 +229,19 @@ def trainable_state(model: Model) -> dict[str, torch.Tensor]:
 
 @torch.no_grad()
 def load_trainable_state(model: Model, tensors: dict[str, torch.Tensor]) -> None:
-    """Copy tensors of `trainable_state` into a model."""
+    """Copy whole tensors of `trainable_state` into a model, whose own may be sharded."""
     state = unique_state_dict(model)
     for name, value in tensors.items():
-        state[name].copy_(value)
+        copy_into(state[name], value)
 
 
-def save_best(run_dir: Path, model: Model, step: int) -> None:
-    """Save the weights of the best evaluation so far."""
+def save_best(run_dir: Path, tensors: dict[str, torch.Tensor], step: int) -> None:
+    """Save the weights of the best evaluation so far: the whole tensors of `trainable_state`."""
     folder = run_dir / f"best-{step}"
     if folder.exists() and find_corruption(folder) is not None:
         remove_folder(folder)
     with translate_disk_errors(run_dir), atomic_folder(folder, "weights") as temporary:
-        save_file(trainable_state(model), temporary / TRAINABLE_WEIGHTS_FILE)
+        save_file(tensors, temporary / TRAINABLE_WEIGHTS_FILE)
 
 
 def load_best(run_dir: Path, model: Model, step: int) -> bool:

@@ -121,6 +121,10 @@ class DistContext:
         """Return the whole model on rank 0, None on the others."""
         return model if self.is_main_process else None
 
+    def gather_tensors(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Return whole tensors on rank 0; the others may get none. A collective: every rank must call it."""
+        return dict(tensors)
+
     def any_out_of_memory(self, failed: bool) -> bool:
         """Whether any rank ran out of memory, so that all retry the step."""
         return failed

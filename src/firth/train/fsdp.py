@@ -122,7 +122,7 @@ class FSDPContext(DDPContext):
                 part.reshard()
 
     def gather_model(self, model: Model) -> Model | None:
-        tensors = {name: self.gather_to_rank(0, value) for name, value in unique_state_dict(model).items()}
+        tensors = self.gather_tensors(unique_state_dict(model))
         if not self.is_main_process:
             return None
         with skip_init():
@@ -130,10 +130,12 @@ class FSDPContext(DDPContext):
         for name in ("tokenizer", "objective", "forced_tokens", "eos_token_ids"):
             setattr(complete, name, getattr(model, name))
         for name, value in unique_state_dict(complete).items():
-            tensor = tensors[name]
-            assert tensor is not None
-            value.copy_(tensor)
+            value.copy_(tensors[name])
         return complete
+
+    def gather_tensors(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        gathered = {name: self.gather_to_rank(0, value) for name, value in tensors.items()}
+        return {name: value for name, value in gathered.items() if value is not None}
 
     def any_out_of_memory(self, failed: bool) -> bool:
         """Raise: ranks that wait in a collective cannot be told to retry."""

@@ -517,6 +517,8 @@ def check_repeated_data(facts: LogFacts) -> Evidence | None:
     reached = int(np.argmax(held_out.values <= held_out.values.min() + SAME_NATS))
     if held_out.steps[reached] > held_out.steps[-1] / 2:  # fewer passes would be worse
         return None
+    if check_overfitting(facts) is not None:  # says the same, and more
+        return None
     enough = float(np.interp(held_out.steps[reached], passes.steps, passes.values))
     return Evidence(
         {

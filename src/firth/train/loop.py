@@ -451,17 +451,17 @@ def update_best(run: TrainingRun, state: TrainState, scores: Mapping[str, float]
         return
     state.evals_since_best = 0
     folder, dist_context = run.folder, run.compute.dist_context
-    if state.step < run.training.max_steps and not dist_context.run_on_main(
-        lambda: try_save_best(folder, model, state)
-    ):
-        return
+    if state.step < run.training.max_steps:
+        tensors = dist_context.gather_tensors(trainable_state(model))
+        if not dist_context.run_on_main(lambda: try_save_best(folder, tensors, state)):
+            return
     state.best_score, state.best_step = -math.inf if math.isnan(value) else value, state.step
 
 
-def try_save_best(folder: Path, model: Model, state: TrainState) -> bool:
+def try_save_best(folder: Path, tensors: dict[str, torch.Tensor], state: TrainState) -> bool:
     """Save the best weights and return True; on a disk error warn and return False, and the previous best stays."""
     try:
-        save_best(folder, model, state.step)
+        save_best(folder, tensors, state.step)
     except OSError as e:
         previous = f"step {state.best_step} stays the best" if state.best_step else "none are saved yet"
         warn(f"the best weights could not be saved ({e.strerror or e}): {previous}. Training continues.")

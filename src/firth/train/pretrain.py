@@ -390,7 +390,7 @@ def make_pretraining_run(job: PretrainJob, companions: Companions) -> TrainingRu
             file=job.folder / FINDINGS_FILE if is_main_process else None,
         ),
     )
-    if recipe.keeps_best and job.evaluate is not None and not job.dist_context.is_sharded:
+    if recipe.keeps_best and job.evaluate is not None:
         run.score_fn, run.best_margin = lambda scores: -scores[token_loss_name(scores)], BEST_MARGIN_NATS
     if companions.make_sampler is not None and is_main_process:
         run.samples = companions.make_sampler(recipe, job.shards)

@@ -589,7 +589,7 @@ class Recipe(TrainingConfig):
 
     @property
     def keeps_best(self) -> bool:
-        """Whether the run ends with the weights of its lowest held-out loss, if it has one and shards no weights.
+        """Whether the run ends with the weights of its lowest held-out loss, if it has one.
 
         With causal and masked rows in one model the loss is above all that of the causal ones, which have more labels.
         They overfit first, while the model still learns from the masked ones (docs/results.md). The task of replaced
