@@ -23,7 +23,7 @@ from firth.recipes import pretraining_recipe
 from firth.recipes.pretraining import complete_recipe
 from firth.tokens import ShardSet, StreamDataset, open_shards
 from firth.train import ComputeConfig, Recipe, TrainingRun, fit, pretrain, read_log
-from firth.train.dataloader import make_batch, make_pretrain_batch_fn, make_row_dataset
+from firth.train.dataloader import HELD_OUT_STREAMS, make_batch, make_pretrain_batch_fn, make_row_dataset
 from firth.train.held_out import HeldOutLoss
 from firth.train.optim import make_optimizer
 from firth.train.pretrain import build_pretrain_model
@@ -192,7 +192,7 @@ def test_saved_models_have_no_state(streaming: Recipes) -> None:
 
 
 def test_an_evaluation_has_its_own_state(streaming: Recipes) -> None:
-    recipe = streaming(per_device_train_batch_size=2, eval_rows=5)
+    recipe = streaming(per_device_train_batch_size=2, eval_rows=2 * HELD_OUT_STREAMS + 3)
     model, _, _, shards = made(recipe)
     rows = make_row_dataset(recipe, shards, held_out=True)
     evaluate = HeldOutLoss(recipe, rows, shards.tokenizer, CPU)
@@ -200,11 +200,11 @@ def test_an_evaluation_has_its_own_state(streaming: Recipes) -> None:
     assert evaluate(model)["eval_loss"] == found
     assert model.pop_state() == {}
     total, count = 0.0, 0
-    for first in (0, 2, 4):
-        index = np.arange(first, min(first + 2, 5))
+    for first in range(0, recipe.eval_rows, HELD_OUT_STREAMS):
+        index = np.arange(first, min(first + HELD_OUT_STREAMS, recipe.eval_rows))
         batch = make_batch(recipe, rows, index, shards.tokenizer.vocab)
-        if first == 4:
-            model.load_state({name: value[:1] for name, value in model.pop_state().items()})
+        if len(index) < HELD_OUT_STREAMS:
+            model.load_state({name: value[: len(index)] for name, value in model.pop_state().items()})
         with torch.no_grad():
             total += model.losses(batch.to(CPU.device))["targets"].item()
         count += batch.num_targets

@@ -38,6 +38,9 @@ from firth.train.log import TextProgress
 from firth.train.ramp import Stage, first_row_of_step, micro_batches_per_process, ramp_stages, stage_at
 from firth.train.recipe import Recipe
 
+HELD_OUT_SEED = 0  # of the rows, masks and pairs of every evaluation, so that losses of all runs can be compared
+HELD_OUT_STREAMS = 8  # with order=stream
+
 
 def open_recipe_shards(recipe: Recipe) -> ShardSet | MixedShards:
     """Open the shards of a recipe: one folder, or several to mix."""
@@ -68,7 +71,7 @@ def make_row_dataset(recipe: Recipe, shards: ShardSet | MixedShards, held_out: b
     template = make_sequence_template(recipe.model, vocab) if has_segments else objective.build_template(vocab)
     rows = (part, length, template, vocab.pad, recipe.seed)
     if recipe.order == "stream":
-        num_streams = recipe.per_device_train_batch_size if held_out else recipe.global_batch_size
+        num_streams = HELD_OUT_STREAMS if held_out else recipe.global_batch_size
         if has_segments:
             return SegmentStreamDataset(*rows, num_streams, shuffle=not held_out, allow_short=held_out)
         return StreamDataset(
@@ -88,7 +91,7 @@ def make_held_out_dataset(recipe: Recipe, shards: ShardSet | MixedShards) -> Row
     if shards.held_out is None:
         return None
     try:
-        return make_row_dataset(recipe, shards, held_out=True)
+        return make_row_dataset(replace(recipe, seed=HELD_OUT_SEED), shards, held_out=True)
     except UserError as e:  # a few documents may contain no sentence pairs
         say(f"no evaluation on held-out documents: {e}")
         return None

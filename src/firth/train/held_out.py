@@ -1,6 +1,6 @@
-"""The loss on held-out text: the same rows and the same noise in every evaluation of a run.
+"""The loss on held-out text: the same rows and the same masks in every evaluation, whatever the seed and the batch.
 
-So the losses of two steps differ by the weights alone. Runs with other seeds read the same rows under other masks.
+So the losses of two steps, or of two runs of one recipe, differ by the weights alone.
 Several processes share the batches, and add up their losses in the order of one process.
 """
 
@@ -21,7 +21,7 @@ from firth.objectives import Batch
 from firth.tokens import MixedDataset, RowDataset, Tokenizer
 from firth.tokens.permutation import permute_indices
 from firth.train.compute import ComputeConfig
-from firth.train.dataloader import make_batch
+from firth.train.dataloader import HELD_OUT_SEED, HELD_OUT_STREAMS, make_batch
 from firth.train.distributed import SINGLE_PROCESS
 from firth.train.recipe import Recipe
 from firth.train.step import (
@@ -58,7 +58,7 @@ class HeldOutLoss:
     """
 
     def __init__(self, recipe: Recipe, dataset: RowDataset, tokenizer: Tokenizer, compute: ComputeConfig) -> None:
-        self.recipe = replace(recipe, teacher="")  # the masks of every other model, so that losses can be compared
+        self.recipe = replace(recipe, teacher="", seed=HELD_OUT_SEED)  # the masks of every other model
         self.dataset, self.vocab, self.compute = dataset, tokenizer.vocab, compute
         self.rows, self.halvings = choose_eval_rows(recipe, dataset), 0
         self.dist_context = compute.dist_context if recipe.order == "packed" else SINGLE_PROCESS
@@ -75,8 +75,9 @@ class HeldOutLoss:
             # A process without a batch of its own repeats the last: collectives inside the model need all processes.
             index = min(first_index + rank, num_batches - 1)
             first, is_own = index * size, index == first_index + rank
-            batch = make_batch(self.recipe, self.dataset, self.rows[first : first + size], self.vocab, progress=1.0)
-            torch.manual_seed(dropout_seed(self.recipe.seed, first, 0))  # for models that sample tokens (ELECTRA)
+            rows = self.rows[first : first + size]
+            batch = make_batch(self.recipe, self.dataset, rows, self.vocab, step=0, progress=1.0)
+            torch.manual_seed(dropout_seed(HELD_OUT_SEED, first, 0))  # for models that sample tokens (ELECTRA)
             with self.compute.autocast(), with_recurrent_state(model, batch, left.pop() if left else {}, 0, left):
                 parts = self.batch_losses(model, batch)
             indices = range(first_index, min(first_index + world_size, num_batches))
@@ -94,7 +95,8 @@ class HeldOutLoss:
 
     @property
     def batch_size(self) -> int:
-        return self.recipe.per_device_train_batch_size
+        is_stream = self.recipe.order == "stream"
+        return HELD_OUT_STREAMS if is_stream else self.recipe.per_device_train_batch_size
 
     def batch_losses(self, model: Model, batch: Batch) -> dict[str, torch.Tensor]:
         """Return the summed losses of a batch; out of memory halves it, unless its rows must stay together."""
