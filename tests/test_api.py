@@ -149,6 +149,23 @@ def test_a_run_length_that_is_given_replaces_that_of_the_file(tmp_path: Path) ->
     assert merge_recipe_changes(file, {"minutes": 2.0}, {}, {})["minutes"] == 2.0
 
 
+def test_a_new_length_chooses_the_warm_up_and_the_evaluations_again(tmp_path: Path) -> None:
+    """Else a run of 188 steps by the recipe of one of 1,875 would warm up until its end."""
+    file = tmp_path / "c.yaml"
+    file.write_text("max_steps: 1875\nwarmup_steps: 187\neval_steps: 188\n")
+    assert merge_recipe_changes(file, {"max_steps": 188}, {}, {}) == {"max_steps": 188}
+    assert merge_recipe_changes(file, {"num_train_epochs": 4.0}, {}, {}) == {"num_train_epochs": 4.0}
+    assert merge_recipe_changes(file, {"seed": 1}, {}, {})["warmup_steps"] == 187
+    own = merge_recipe_changes(file, {"max_steps": 188, "warmup_steps": 20}, {}, {})
+    assert own == {"max_steps": 188, "warmup_steps": 20}
+    file.write_text("max_steps: 1875\nwarmup_steps: 10\neval_steps: 20\n")
+    assert merge_recipe_changes(file, {"max_steps": 188}, {}, {}) == {
+        "max_steps": 188,
+        "warmup_steps": 10,
+        "eval_steps": 20,
+    }
+
+
 def test_zero_minutes_are_refused_unless_saved(tmp_path: Path) -> None:
     for options, overrides in (({"minutes": 0}, {}), ({}, {"minutes": 0})):
         with pytest.raises(UserError, match=r"minutes is 0, and must be more than 0. Leave it out"):

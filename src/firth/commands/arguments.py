@@ -63,7 +63,8 @@ def merge_recipe_changes(
 ) -> dict[str, Any]:
     """Merge a YAML file, options and KEY=VALUE, the later ones on top; the command itself sets `fixed_fields`.
 
-    A run length that is given replaces that of the file: minutes would win over epochs, and steps over both.
+    A run length that is given replaces that of the file: minutes would win over epochs, and steps over both. What the
+    file's own length explains, a warm-up of about a tenth and up to ten evaluations, is chosen again by the new one.
     """
     if wrong := [name for name in overrides or {} if name in fixed_fields]:
         raise UserError(
@@ -73,6 +74,9 @@ def merge_recipe_changes(
     given = {name: value for name, value in options.items() if value is not None} | dict(overrides or {})
     if given.get("minutes") == 0:  # a saved recipe has it, for no limit
         raise UserError("minutes is 0, and must be more than 0. Leave it out for a run without a time limit.")
+    if given.keys() & {"max_steps", "num_train_epochs", "minutes"}:
+        for name in explained_by_length(changes):
+            del changes[name]
     if given.keys() & {"max_steps", "num_train_epochs"}:
         changes.pop("minutes", None)
     if "num_train_epochs" in given:
@@ -81,6 +85,21 @@ def merge_recipe_changes(
     if merged.get("per_device_train_batch_size") == "auto":
         merged["per_device_train_batch_size"] = 0
     return merged
+
+
+def explained_by_length(recipe: Mapping[str, Any]) -> list[str]:
+    """Return the fields of a saved recipe that its number of steps explains.
+
+    >>> explained_by_length({"max_steps": 1875, "warmup_steps": 187, "eval_steps": 188})
+    ['warmup_steps', 'eval_steps']
+    >>> explained_by_length({"max_steps": 1875, "warmup_steps": 20, "eval_steps": 50})
+    []
+    """
+    steps, warmup, interval = (recipe.get(name) for name in ("max_steps", "warmup_steps", "eval_steps"))
+    if not isinstance(steps, int) or steps < 1:
+        return []
+    found = ["warmup_steps"] if isinstance(warmup, int) and steps / 20 <= warmup <= steps / 5 else []
+    return [*found, "eval_steps"] if isinstance(interval, int) and 10 * interval >= steps else found
 
 
 def flatten_keys(plain: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
