@@ -404,7 +404,7 @@ SICK: dict[str, Case] = {
         "loss-spikes", preset="gpt2-tiny", text=text_with_noise, max_steps=400, per_device_train_batch_size=4
     ),
     "overfitting": trained("overfitting", "repeated-data", preset="gpt2-tiny", text=small_text, max_steps=400),
-    "repeated-data": trained("repeated-data", "overfitting", preset="gpt2-tiny", text=small_text, max_steps=350),
+    "repeated-data": trained("repeated-data", preset="gpt2-tiny", text=small_text, learning_rate=1e-3, max_steps=350),
     "dead-pair-head": trained(
         "dead-pair-head", preset="bert-tiny", objective=NSP, text=unrelated_sentences, **PAIR_ROWS
     ),

@@ -212,6 +212,21 @@ def test_a_card_says_what_is_known_and_no_more(tuned: Path, tmp_path: Path) -> N
     assert path.read_text(encoding="utf-8") == card
 
 
+def test_a_card_counts_what_the_kept_weights_have_read(saved: Callable[[str], Path], tmp_path: Path) -> None:
+    """A run that went back to the weights of step 20 of 80 has a model that read a quarter of its text."""
+    folder = tmp_path / "run" / "final"
+    shutil.copytree(saved("bert"), folder)
+    results = {"steps": 80, "best_step": 20, "words_seen": 4000, "eval_loss": 2.5}
+    (folder.parent / "results.json").write_text(json.dumps(results))
+    card = write_model_card(folder, overwrite=True).read_text(encoding="utf-8")
+    assert "| weights of step | 20 |" in card
+    assert "The model has read about 1,000 words" in card
+    (folder.parent / "results.json").write_text(json.dumps(results | {"best_step": None}))
+    card = write_model_card(folder, overwrite=True).read_text(encoding="utf-8")
+    assert "weights of step" not in card
+    assert "The model has read 4,000 words" in card
+
+
 def test_a_card_shows_labels_and_names_as_they_are(saved: Callable[[str], Path], tmp_path: Path) -> None:
     """Markdown of another program finds no link, image or HTML in the card, and YAML finds one document."""
     hostile = "a\n---\n# b | <img src=x onerror=y> [c](http://d) ![e](f) **g** `h` \x1b[2J"

@@ -186,6 +186,20 @@ def test_repeated_text_is_no_fault_while_the_held_out_loss_falls(
         assert "--num-train-epochs 6" in findings["repeated-data"].command
 
 
+def test_the_kept_weights_are_judged_and_not_the_last_ones(recipe: Recipe) -> None:
+    """A run that goes back to its best evaluation is no worse for what came after it."""
+    lines: list[dict[str, float]] = [{"step": i, "loss": 6.0 - i / 500, "passes": i / 100} for i in range(1, 2501)]
+    losses = {50: 3.0, 500: 4.0, 1500: 5.5, 2500: 7.0}  # the first one within the first pass, where nothing is kept
+    lines += [{"step": step, "eval_loss": loss} for step, loss in losses.items()]
+    references = References(unigram=6.5, bigram=5.0, trigram=4.6, forecast=4.3)
+    kept = LogFacts(replace(recipe, load_best=True), lines, references)
+    last = LogFacts(replace(recipe, load_best=False), lines, references)
+    assert (kept.kept_loss, last.kept_loss) == (4.0, 7.0)
+    names = [{finding.rule for finding in examine((*LOG_RULES, *REFERENCE_RULES), facts)} for facts in (kept, last)]
+    assert names[0] == {"overfitting"}
+    assert names[1] == {"overfitting", "behind-forecast"}
+
+
 def test_an_early_jump_is_told_beside_a_rate_that_is_too_high(recipe: Recipe) -> None:
     """The loss recovers from the jump, and stays at word frequencies: the warm-up and the rate are both wrong."""
     training = replace(recipe, max_steps=400, warmup_steps=0, learning_rate=2e-2)
@@ -451,10 +465,13 @@ def test_seeds_of_a_fine_tuning_say_one_illness_once(capsys: pytest.CaptureFixtu
 def test_live_lines_are_bounded(recipe: Recipe) -> None:
     live = LiveDoctor(replace(recipe, max_steps=10**6), References(), "run")
     for step in range(1, 45_001):
-        live.lines.append({"step": step})
-        if len(live.lines) == 20_000:
-            live.observe({"step": step})
-    assert len(live.lines) <= 20_000
+        live.lines.append({"step": step, "loss": 1.0})
+        if step % 9000 == 0:
+            live.lines.append({"step": step, "eval_loss": 1.0})
+        if len(live.lines) >= 20_000:
+            live.observe({"step": step, "loss": 1.0})
+    assert len(live.lines) <= 20_001
+    assert [line["step"] for line in live.lines if "eval_loss" in line] == [9000, 18000, 27000, 36000, 45000]
 
 
 def test_timings(shop: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

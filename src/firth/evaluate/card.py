@@ -175,6 +175,7 @@ class RunResultsFile:
     metrics: dict[str, Any] | None = None
     checkpoint: str | None = None
     steps: Any = None
+    best_step: int | None = None
     mix: tuple[dict[str, Any], ...] = ()
 
 
@@ -276,6 +277,8 @@ def training_section(recipe: Mapping[str, Any], results: Mapping[str, Any], task
     rows |= {
         name: results[name] for name in ("steps", "tokens", "words_seen", "passes", "seconds") if results.get(name)
     }
+    if results.get("best_step"):
+        rows["weights of step"] = results["best_step"]
     if len(task_metadata.get("chain", ())) > 1:
         rows["chain"] = describe_chain(task_metadata["chain"])
     return markdown_table(["", ""], rows) if rows else FILL_IN_PLACEHOLDER
@@ -284,9 +287,13 @@ def training_section(recipe: Mapping[str, Any], results: Mapping[str, Any], task
 def limitations_section(config: ModelConfig, results: Mapping[str, Any], task_metadata: Mapping[str, Any]) -> str:
     """What is known to limit the model; what only a person can know is left to one."""
     sentences = []
-    if isinstance(results.get("words_seen"), int):
+    words, steps, best = (results.get(name) for name in ("words_seen", "steps", "best_step"))
+    if isinstance(words, int):
+        about = ""
+        if best and isinstance(steps, int) and best < steps:
+            about, words = "about ", round(words * best / steps)
         sentences.append(
-            f"The model has read {results['words_seen']:,} words of the data above. It knows no other language, domain "
+            f"The model has read {about}{words:,} words of the data above. It knows no other language, domain "
             "or fact than they hold, and repeats their errors and prejudices, which were not measured."
         )
     if config.has_decoder or config.architecture == "decoder":

@@ -190,7 +190,7 @@ def diagnose_pretraining(folder: Path, recipe: Recipe) -> Diagnosis:
         str(folder),
         "pretraining",
         facts.references,
-        facts.last_loss,
+        facts.kept_loss,
         sort_findings(first_of_each(findings)),
         rules,
         not_examined,
@@ -333,7 +333,7 @@ def forecast_loss(recipe: Recipe, shards: ShardSet, lines: Sequence[dict[str, An
 
 
 def check_behind_forecast(facts: LogFacts) -> Evidence | None:
-    loss, forecast = facts.last_loss, facts.references.forecast
+    loss, forecast = facts.kept_loss, facts.references.forecast
     if not facts.is_finished or loss is None or forecast is None or loss < FORECAST_RATIO * forecast:
         return None
     return Evidence(
@@ -344,7 +344,7 @@ def check_behind_forecast(facts: LogFacts) -> Evidence | None:
 
 
 def check_behind_trigram(facts: LogFacts) -> Evidence | None:
-    loss, trigram, passes = facts.last_loss, facts.references.trigram, facts.series("passes")
+    loss, trigram, passes = facts.kept_loss, facts.references.trigram, facts.series("passes")
     is_long = facts.last_step >= TRIGRAM_MIN_STEPS and len(passes) and passes.values[-1] >= TRIGRAM_MIN_PASSES
     if (
         not (facts.is_finished and is_long)

@@ -23,7 +23,7 @@ from firth.train.recipe import TrainingConfig
 FINDINGS_FILE = "findings.json"
 CHECKS_PER_RUN = 20  # times that a running log is judged
 MIN_LINES = 40  # lines between two judgements, at least
-MAX_LINES = 20_000  # lines in memory; of more, every second one is kept
+MAX_LINES = 20_000  # lines in memory; of more, every second one of a step is kept
 
 
 class LiveDoctor:
@@ -52,7 +52,7 @@ class LiveDoctor:
         self.lines.append(line)
         self.num_unjudged += 1
         if len(self.lines) > MAX_LINES:
-            self.lines = self.lines[::2]
+            self.lines = [x for i, x in enumerate(self.lines) if i % 2 == 0 or "loss" not in x or "skipped" in x]
         interval = max(self.training.max_steps // self.training.logging_steps // CHECKS_PER_RUN, MIN_LINES)
         if self.num_unjudged >= interval or ("skipped" in line and "divergence" not in self.reported):
             self.judge(is_finished=False)

@@ -178,13 +178,22 @@ class LogFacts:
         return float(series.values[-1]) if len(series) else None
 
     @property
+    def kept_loss(self) -> float | None:
+        """The held-out loss of the weights that the run keeps: the lowest one, where it goes back to those."""
+        passes, held_out = self.series("passes"), self.held_out_loss
+        if not (getattr(self.training, "keeps_best", False) and len(held_out) and len(passes)):
+            return self.last_loss
+        counts = np.interp(held_out.steps, passes.steps, passes.values) >= 1  # in the first pass nothing is saved
+        return float(np.fmin.reduce([*held_out.values[counts], held_out.values[-1]]))
+
+    @property
     def is_judged(self) -> bool:
         """Whether the run is long enough to be compared with the unigram entropy."""
         return self.is_finished or (self.progress >= MIN_LIVE_SHARE and self.last_step >= MIN_JUDGED_STEPS)
 
     @property
     def is_above_unigrams(self) -> bool:
-        entropy, loss = self.references.unigram, self.last_loss
+        entropy, loss = self.references.unigram, self.kept_loss
         return entropy is not None and loss is not None and loss > entropy - SAME_NATS
 
     @property
@@ -238,7 +247,7 @@ def check_plateau(facts: LogFacts) -> Evidence | None:
         return None
     tail = facts.smoothed.tail(1 / 3)
     numbers = {
-        "loss": facts.last_loss,
+        "loss": facts.kept_loss,
         "unigram entropy": facts.references.unigram,
         "fall over the last third": float(tail[0] - tail[-1]),
         "steps": facts.last_step,
@@ -252,7 +261,7 @@ def check_above_unigrams(facts: LogFacts) -> Evidence | None:
     if check_overfitting(facts):  # it knows too much context: that of the training text
         return None
     entropy = facts.references.unigram
-    numbers = {"loss": facts.last_loss, "unigram entropy": entropy, "steps": facts.last_step}
+    numbers = {"loss": facts.kept_loss, "unigram entropy": entropy, "steps": facts.last_step}
     train = float(facts.smoothed.values[-1]) if len(facts.smoothed) else math.inf
     if entropy is not None and train < entropy - SAME_NATS and isinstance(facts.training, Recipe):
         cause = "The training loss is below word frequencies: held-out text differs from the text of the training."
@@ -320,7 +329,7 @@ def is_far_from_bigrams(facts: LogFacts) -> bool:
 
     A loss that jumped in the first steps is left to the rule on the warm-up.
     """
-    unigram, bigram, loss = facts.references.unigram, facts.references.bigram, facts.last_loss
+    unigram, bigram, loss = facts.references.unigram, facts.references.bigram, facts.kept_loss
     if (
         unigram is None
         or bigram is None
