@@ -71,7 +71,7 @@ def test_what_is_refused() -> None:
         with pytest.raises(UserError, match=r"objective\.mlm"):
             MaskedNextToken(mlm=mlm)
     with pytest.raises(UserError, match="masked_share"):
-        MaskedNextToken(masked_share=1.0)
+        MaskedNextToken(masked_share=1.1)
     assert MaskedNextToken(mlm=MLM(masking=SpanMasking())).token_flags == ("word_start",)
 
 

@@ -18,12 +18,12 @@ from firth.evaluate.report import add_loss_curves
 from firth.models import Distillation, Encoder, distillation_losses, load_model, make_model, with_extras
 from firth.models.config import GeneratorConfig, SentencePairHead, SpanBoundaryHead
 from firth.models.presets import bert
-from firth.objectives import MLM, OBJECTIVES, Batch
+from firth.objectives import MLM, OBJECTIVES, Batch, MLMAndCLM
 from firth.text import Document
 from firth.tokens import MixConfig, MixedDataset, PackedDataset, ShardSet, open_shards, prepare
 from firth.train import ComputeConfig, Recipe, TrainingConfig, TrainingRun, pretrain, read_log
 from firth.train.dataloader import HELD_OUT_SEED, make_batch, make_held_out_dataset, make_row_dataset
-from firth.train.held_out import HeldOutLoss, choose_eval_rows
+from firth.train.held_out import HeldOutLoss, choose_eval_rows, make_evaluation
 from firth.train.pretrain import build_pretrain_model
 from firth.train.ramp import ramp_stages, stage_at
 from firth.train.step import build_step_runner, train_step
@@ -200,6 +200,32 @@ def test_held_out_losses_depend_on_the_weights_alone(
         assert rows is not None
         losses.append(HeldOutLoss(changed, rows, shards.tokenizer, CPU)(model))
     assert losses[0] == losses[1] == pytest.approx(losses[2], rel=1e-5)
+
+
+def test_masked_and_causal_held_out_rows_apart(recipe_of: Recipes, shards_of: Callable[[str], ShardSet]) -> None:
+    """Every second row is masked, whatever share the training masks; the parts are the losses of MLM and CLM."""
+    shards, both = shards_of("bert"), MLMAndCLM()
+    recipe = replace(recipe_of("bert", eval_rows=9), objective=both)
+    model = build_pretrain_model(recipe, shards.tokenizer)
+    dataset = make_held_out_dataset(recipe, shards)
+    assert dataset is not None
+    found, other = (
+        make_evaluation(changed, dataset, shards.tokenizer, CPU)(model)
+        for changed in (recipe, replace(recipe, objective=replace(both, masked_share=0.9)))
+    )
+    assert found == other
+    rows, losses, counts = choose_eval_rows(recipe, dataset), [], []
+    for part, objective in ((rows[::2], both.mlm), (rows[1::2], replace(both, masked_share=0.0))):
+        batch = make_batch(
+            replace(recipe, objective=objective, seed=0), dataset, part, shards.tokenizer.vocab, step=0, progress=1.0
+        )
+        counts.append(int((batch.labels != -100).sum()))
+        with torch.no_grad():
+            losses.append(model.loss(batch.to(CPU.device)).item())
+    assert found["eval_masked_loss"] == pytest.approx(losses[0] / counts[0], rel=1e-5)
+    assert found["eval_causal_loss"] == pytest.approx(losses[1] / counts[1], rel=1e-5)
+    assert found["eval_loss"] == pytest.approx(sum(losses) / sum(counts), rel=1e-5)
+    assert counts[1] > 3 * counts[0]
 
 
 def test_every_source_of_a_mix_has_its_loss_and_its_unigram_entropy(

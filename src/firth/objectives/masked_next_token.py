@@ -37,7 +37,6 @@ from firth.objectives.base import (
     build_pair_template,
     build_text_template,
     causal_labels,
-    check_rate,
     require_special_token,
 )
 from firth.objectives.batch import IGNORE_INDEX, Batch
@@ -66,7 +65,8 @@ class MaskedNextToken(ObjectiveBase):
     label_shift: ClassVar[int] = 1  # positions from a label to its masked token
 
     def __post_init__(self) -> None:
-        check_rate("objective.masked_share", self.masked_share)
+        if not 0 <= self.masked_share <= 1:
+            raise UserError(f"objective.masked_share is {self.masked_share}, and must lie between 0 and 1.")
         if self.mlm.extras or self.mlm.pair != "none" or self.mlm.visibility != "all":
             raise UserError(
                 "objective.mlm of masked next-token prediction has targets 'tokens', pair 'none' and visibility 'all'."
@@ -75,6 +75,11 @@ class MaskedNextToken(ObjectiveBase):
     @property
     def follows_progress(self) -> bool:  # type: ignore[override]
         return self.mlm.follows_progress
+
+    @property
+    def has_both_kinds(self) -> bool:
+        """Whether some rows are masked and some causal."""
+        return 0 < self.masked_share < 1
 
     @property
     def token_flags(self) -> tuple[str, ...]:  # type: ignore[override]

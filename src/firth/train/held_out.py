@@ -2,14 +2,18 @@
 
 So the losses of two steps, or of two runs of one recipe, differ by the weights alone.
 Several processes share the batches, and add up their losses in the order of one process.
+
+A model of masked and causal rows is evaluated on as many of each, whatever share its training masks: causal rows have
+several times as many labels, which are harder, so that a mean over other shares would be another number.
 """
 
 from __future__ import annotations
 
 import zlib
 from collections import Counter, defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -17,7 +21,7 @@ import torch
 from firth.core.console import warn
 from firth.core.errors import UserError
 from firth.models import Model
-from firth.objectives import Batch
+from firth.objectives import Batch, MaskedNextToken
 from firth.tokens import MixedDataset, RowDataset, Tokenizer
 from firth.tokens.permutation import permute_indices
 from firth.train.compute import ComputeConfig
@@ -50,6 +54,23 @@ def choose_eval_rows(recipe: Recipe, dataset: RowDataset) -> np.ndarray:
     return np.sort(permute_indices(np.arange(count), dataset.num_rows, EVAL_ROWS_SEED))
 
 
+class LossSums(NamedTuple):
+    """Summed losses and figures of some rows, and the counts that divide them."""
+
+    totals: Mapping[str, float]
+    counts: Mapping[str, int]
+
+    @property
+    def loss(self) -> float:
+        return float(sum_of_means(self.totals, self.counts))
+
+    @property
+    def metrics(self) -> dict[str, float]:
+        divisors = {name: max(n, 1) for name, n in self.counts.items()}
+        figures = {f"eval_{name}": value for name, value in metric_means(self.totals, divisors).items()}
+        return {"eval_loss": self.loss, **figures}
+
+
 class HeldOutLoss:
     """A function model -> mean losses on held-out documents, with the same rows and the same noise every time.
 
@@ -57,14 +78,24 @@ class HeldOutLoss:
     process reads all. Losses are summed in batch order, so the result equals that of one process.
     """
 
-    def __init__(self, recipe: Recipe, dataset: RowDataset, tokenizer: Tokenizer, compute: ComputeConfig) -> None:
+    def __init__(
+        self,
+        recipe: Recipe,
+        dataset: RowDataset,
+        tokenizer: Tokenizer,
+        compute: ComputeConfig,
+        rows: np.ndarray | None = None,
+    ) -> None:
         self.recipe = replace(recipe, teacher="", seed=HELD_OUT_SEED)  # the masks of every other model
         self.dataset, self.vocab, self.compute = dataset, tokenizer.vocab, compute
-        self.rows, self.halvings = choose_eval_rows(recipe, dataset), 0
+        self.rows, self.halvings = choose_eval_rows(recipe, dataset) if rows is None else rows, 0
         self.dist_context = compute.dist_context if recipe.order == "packed" else SINGLE_PROCESS
 
-    @torch.no_grad()
     def __call__(self, model: Model) -> dict[str, float]:
+        return self.sums(model).metrics
+
+    @torch.no_grad()
+    def sums(self, model: Model) -> LossSums:
         model.eval()
         size, rank, world_size = self.batch_size, self.dist_context.rank, self.dist_context.world_size
         num_batches = -(-len(self.rows) // size)
@@ -89,9 +120,7 @@ class HeldOutLoss:
         totals: dict[str, float] = defaultdict(float)
         for key, value in self.dist_context.all_reduce_sum(losses).items():
             totals[key.rpartition("/")[0]] += value
-        divisors = {name: max(int(n), 1) for name, n in self.dist_context.all_reduce_sum(counts).items()}
-        metrics = {f"eval_{name}": value for name, value in metric_means(totals, divisors).items()}
-        return {"eval_loss": sum_of_means(totals, divisors), **metrics}
+        return LossSums(totals, {name: int(n) for name, n in self.dist_context.all_reduce_sum(counts).items()})
 
     @property
     def batch_size(self) -> int:
@@ -121,6 +150,28 @@ class HeldOutLoss:
                 torch.cuda.empty_cache()
 
 
+class MaskedAndCausalLoss:
+    """A function model -> mean losses with every second held-out row masked, and of masked and causal rows apart."""
+
+    def __init__(self, recipe: Recipe, dataset: RowDataset, tokenizer: Tokenizer, compute: ComputeConfig) -> None:
+        assert isinstance(recipe.objective, MaskedNextToken)
+        rows, self.parts = choose_eval_rows(recipe, dataset), dict[str, HeldOutLoss]()
+        for first, (name, masked_share) in enumerate((("masked", 1.0), ("causal", 0.0))):
+            objective = replace(recipe.objective, masked_share=masked_share)
+            if len(own := rows[first::2]):
+                part_recipe = replace(recipe, objective=objective)
+                self.parts[name] = HeldOutLoss(part_recipe, dataset, tokenizer, compute, own)
+
+    def __call__(self, model: Model) -> dict[str, float]:
+        sums = {name: part.sums(model) for name, part in self.parts.items()}
+        totals, counts = defaultdict[str, float](float), Counter[str]()
+        for part in sums.values():
+            counts.update(part.counts)
+            for name, total in part.totals.items():
+                totals[name] += total
+        return LossSums(totals, counts).metrics | {f"eval_{name}_loss": part.loss for name, part in sums.items()}
+
+
 def make_evaluation(
     recipe: Recipe, dataset: RowDataset, tokenizer: Tokenizer, compute: ComputeConfig
 ) -> Callable[[Model], dict[str, float]]:
@@ -128,12 +179,14 @@ def make_evaluation(
 
     The sources share `eval_rows` once more, so that an evaluation of a mix takes about twice as long.
     """
-    mixed = HeldOutLoss(recipe, dataset, tokenizer, compute)
+    has_two_kinds = isinstance(recipe.objective, MaskedNextToken) and recipe.objective.has_both_kinds
+    make = MaskedAndCausalLoss if has_two_kinds and recipe.order == "packed" else HeldOutLoss
+    mixed = make(recipe, dataset, tokenizer, compute)
     if not isinstance(dataset, MixedDataset):
         return mixed
     source_recipe = replace(recipe, eval_rows=-(-recipe.eval_rows // len(dataset.datasets)))
     by_source = {
-        name: HeldOutLoss(source_recipe, source, tokenizer, compute)
+        name: make(source_recipe, source, tokenizer, compute)
         for name, source in zip(dataset.source_names, dataset.datasets, strict=True)
     }
 

@@ -29,6 +29,7 @@ import numpy as np
 from firth.core.console import format_count
 from firth.models.config import AWDLSTMConfig
 from firth.models.presets import PRESETS
+from firth.objectives import MaskedNextToken
 from firth.train.findings import Evidence, Rule
 from firth.train.log import token_loss_name
 from firth.train.recipe import Recipe, TrainingConfig
@@ -347,7 +348,15 @@ def has_phases(training: TrainingConfig) -> bool:
     if not isinstance(training, Recipe):
         return False
     ramps = training.batch_ramp or training.length_ramp or training.teacher
-    return bool(training.objective.follows_progress or ramps)
+    return bool(training.objective.follows_progress or ramps or masks_other_share(training))
+
+
+def masks_other_share(training: Recipe) -> bool:
+    """Whether a training of masked and causal rows masks more or fewer of them than an evaluation, which masks half."""
+    objective = training.objective
+    if not isinstance(objective, MaskedNextToken) or not objective.has_both_kinds:
+        return False
+    return not is_about(objective.masked_share, 0.5)
 
 
 def last_phase_from(training: TrainingConfig) -> float:
@@ -359,7 +368,7 @@ def comparable_from(training: TrainingConfig) -> float | None:
     """Return the share of the run from which its training loss can be compared with the held-out loss; None: never."""
     if not isinstance(training, Recipe):
         return 0.0
-    if training.teacher:
+    if training.teacher or masks_other_share(training):
         return None
     start, rate_at = (
         max(last_phase_from(training), training.batch_ramp, training.length_ramp),
