@@ -23,7 +23,7 @@ from firth.lab.adapt_texts import CorpusText, ReplayDocuments, ShardText, find_o
 from firth.lab.check_commands import adapt_commands, program
 from firth.models.hf.config_io import read_stored_objective
 from firth.text import Corpus
-from firth.tokens import load_tokenizer, open_shards, train_tokenizer
+from firth.tokens import load_tokenizer, open_shards, prepare, train_tokenizer
 from firth.train import dataloader
 
 SYLLABLES = ["ki", "ta", "bu", "mwa", "na", "shu", "le", "ni", "wa", "zo", "ngo", "re"]
@@ -242,6 +242,17 @@ def test_a_sample_is_a_function_of_the_text(corpus_file: Path, tmp_path: Path) -
     held_out = [d.text for d, is_held_out in CorpusText(Corpus(corpus_file), 0.2) if is_held_out]
     assert set(held_out) < set(chosen)
     assert 0.2 < (len(chosen) - len(held_out)) / (len(documents) - len(held_out)) < 0.4
+
+
+def test_a_long_document_is_measured_on_the_block_that_prepare_holds_out(tmp_path: Path) -> None:
+    (tmp_path / "long.txt").write_text("".join(f"line {i} of a long text\n" for i in range(4000)), encoding="utf-8")
+    text = CorpusText(Corpus(tmp_path / "long.txt", documents="file"), 0.1)
+    tokenizer = train_tokenizer((d.text for d in text.corpus), "byte-bpe", 300)
+    prepare(ReplayDocuments(text, 1.0), tokenizer, tmp_path / "shards", text.held_out)
+    shards = open_shards(tmp_path / "shards")
+    assert shards.held_out is not None
+    (measured,) = (d.text for d, held_out in text if held_out)
+    assert tokenizer.decode(shards.held_out.tokens.tolist()).split() == measured.split()
 
 
 @pytest.mark.parametrize(

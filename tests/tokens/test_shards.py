@@ -24,6 +24,7 @@ from firth.tokens import boundaries
 from firth.tokens.boundaries import sentence_end_offsets
 from firth.tokens.builders import TOKENIZER_KINDS
 from firth.tokens.dataset import PackedDataset
+from firth.tokens.encode import split_held_out
 from firth.tokens.prepare import prepare
 from firth.tokens.shards import Shards, is_shards_folder, open_shards
 from firth.tokens.template import SequenceTemplate
@@ -555,6 +556,53 @@ def test_one_document_says_that_nothing_is_held_out(
     prepare(documents(["alone"]), tokenizer, tmp_path / "a", held_out_share=1e-9)
     assert "Nothing is held out: the text has 1 document" in " ".join(capsys.readouterr().err.split())
     prepare(documents(["alone"]), tokenizer, tmp_path / "b", held_out_share=0)
+    assert not capsys.readouterr().err
+
+
+def test_long_documents_hold_out_a_block_each(tokenizer: Tokenizer, tmp_path: Path) -> None:
+    """Four long documents would hold out nothing, or a quarter of the text."""
+    lines = [f"line {i} of a long text\n" for i in range(4000)]
+    texts = ["".join([f"text {n}\n", *lines]) for n in range(4)]
+    shards = tmp_path / "s"
+    prepare(documents(texts), tokenizer, shards, held_out_share=0.1)
+    opened = open_shards(shards)
+    assert opened.held_out is not None
+    assert opened.held_out.num_documents == 4
+    assert len(opened.held_out.tokens) / (len(opened.held_out.tokens) + len(opened.train.tokens)) == pytest.approx(
+        0.1, abs=0.01
+    )
+    for text in texts:
+        parts = list(split_held_out(Document(text, "a.txt"), 0.1))
+        assert "".join(d.text for d, _ in parts) == text
+        assert [is_out for _, is_out in parts].count(True) == 1
+        assert all(d.text.startswith(("text", "line")) and d.text.endswith("\n") for d, _ in parts)
+    split = [split_held_out(Document(text, ""), 0.1) for text in texts]
+    blocks = {text.index(d.text) for text, parts in zip(texts, split, strict=True) for d, is_out in parts if is_out}
+    assert len(blocks) == 4, "each at a place that follows from its text"
+
+
+@pytest.mark.parametrize("text", ["x" * 60_000, "日本語" * 20_000])
+def test_a_long_document_without_spaces_is_cut_all_the_same(text: str) -> None:
+    parts = list(split_held_out(Document(text, ""), 0.05))
+    assert "".join(d.text for d, _ in parts) == text
+    assert [len(d.text) for d, is_out in parts if is_out] == [len(text) // 20]
+
+
+def test_documents_that_are_held_out_or_not_as_a_whole() -> None:
+    long = "one two " * 10_000
+    for document in (Document(long, "", text_pair="un"), Document(long, "", word_starts=(0, 4)), Document("short", "")):
+        assert [d for d, _ in split_held_out(document, 0.05)] == [document]
+    assert list(split_held_out(Document(long, ""), 0.0)) == [(Document(long, ""), False)]
+
+
+def test_few_documents_that_hold_out_too_much_are_said(
+    tokenizer: Tokenizer, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    long = next(text for n in range(99) if is_held_out(text := f"{n} is long " * 500, 0.05))
+    short = [text for n in range(40) if not is_held_out(text := f"document {n} is short", 0.05)]
+    prepare(documents([*short, long]), tokenizer, tmp_path / "a", held_out_share=0.05)
+    assert re.search(r"\d\d% of the tokens are held out, and 5% of the doc", " ".join(capsys.readouterr().err.split()))
+    prepare(documents(TEXTS), tokenizer, tmp_path / "b", held_out_share=0.05)
     assert not capsys.readouterr().err
 
 

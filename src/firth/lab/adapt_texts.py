@@ -18,10 +18,10 @@ from firth.core.console import format_count, track
 from firth.core.errors import UserError
 from firth.core.files import read_object
 from firth.core.serialization import from_dict
-from firth.text import CORPUS_OPTIONS, HELD_OUT_FRACTION, Corpus, Document, is_held_out, text_fingerprint
+from firth.text import CORPUS_OPTIONS, HELD_OUT_FRACTION, Corpus, Document, text_fingerprint
 from firth.text.python_docs import PYDOCS_NAME
 from firth.tokens import Shards, ShardSet, is_shards_folder, open_shards
-from firth.tokens.encode import join_document_sides
+from firth.tokens.encode import join_document_sides, split_held_out
 from firth.train.recipe import read_yaml_mapping
 
 MAX_DOCUMENT_BYTES = 10_000  # bytes of a held-out document that are measured, so that a sample has many
@@ -38,16 +38,24 @@ class SplitText(Protocol):
 
     def __iter__(self) -> Iterator[tuple[Document, bool]]: ...
 
+    def for_prepare(self) -> Iterator[tuple[Document, bool]]:
+        """Documents as `prepare` has to get them: whole where it splits them."""
+
 
 @dataclass(frozen=True)
 class CorpusText:
-    """Files, split by the hash of each document as `prepare` splits them."""
+    """Files, split as `prepare` splits them."""
 
     corpus: Corpus
     held_out: float = HELD_OUT_FRACTION
 
     def __iter__(self) -> Iterator[tuple[Document, bool]]:
-        return ((d, is_held_out(join_document_sides(d), self.held_out)) for d in self.corpus)
+        return chain.from_iterable(split_held_out(document, self.held_out) for document in self.corpus)
+
+    def for_prepare(self) -> Iterator[tuple[Document, bool]]:
+        for document in self.corpus:
+            parts = list(split_held_out(document, self.held_out))
+            yield document, all(is_out for _, is_out in parts)
 
 
 @dataclass(frozen=True)
@@ -63,6 +71,9 @@ class ShardText:
                 if part is not None:
                     yield from ((d, part is one.held_out) for d in decode_documents(one, part))
 
+    def for_prepare(self) -> Iterator[tuple[Document, bool]]:
+        return iter(self)
+
 
 @dataclass(frozen=True)
 class JoinedText:
@@ -73,6 +84,9 @@ class JoinedText:
 
     def __iter__(self) -> Iterator[tuple[Document, bool]]:
         return chain.from_iterable(self.parts)
+
+    def for_prepare(self) -> Iterator[tuple[Document, bool]]:
+        return iter(self)
 
 
 def decode_documents(shards: ShardSet, part: Shards) -> Iterator[Document]:
@@ -251,7 +265,7 @@ class ReplayDocuments:
     share: float
 
     def __iter__(self) -> Iterator[Document]:
-        for document, held_out in self.text:
+        for document, held_out in self.text.for_prepare():
             if self.text.held_out if held_out else self.is_chosen(document):
                 yield document
 

@@ -4,7 +4,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import pairwise
@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from firth.text import Document, SalientSpanFinder, is_held_out
+from firth.text import Document, SalientSpanFinder, is_held_out, text_fingerprint
 from firth.tokens.boundaries import (
     EncodedText,
     find_sentence_ends,
@@ -24,6 +24,8 @@ from firth.tokens.tokenizer import Tokenizer
 from firth.tokens.word_cache import MAX_WORD_CACHE_BYTES, SegmentedSentence, WordCache, find_split_rules
 
 ENCODE_CHUNK_CHARS = 2**17  # characters: an encoding takes 300 bytes each, so a longer text is encoded in parts
+LONG_DOCUMENT_CHARS = 50_000  # characters, about 20 pages: a longer document holds out a block of its own
+MAX_CUT_SHIFT = 1000  # characters to the end of a line or word, where such a block begins and ends
 CUT_CONTEXT_CHARS = 200  # characters on each side of a cut that are tokenized to check that it changes no token
 
 
@@ -64,9 +66,9 @@ class DocumentEncoder:
 
     def __call__(self, documents: Sequence[Document]) -> tuple[TokenizedDocuments, TokenizedDocuments]:
         """Return the documents to train on, and the held-out ones."""
-        held_out = [is_held_out(join_document_sides(d), self.held_out_share) for d in documents]
-        train, rest = ([d for d, out in zip(documents, held_out, strict=True) if out is part] for part in (False, True))
-        return self._encode_documents(train), self._encode_documents(rest)
+        split = [part for d in documents for part in split_held_out(d, self.held_out_share)]
+        train, held_out = ([d for d, is_out in split if is_out is part] for part in (False, True))
+        return self._encode_documents(train), self._encode_documents(held_out)
 
     def _encode_documents(self, documents: Sequence[Document]) -> TokenizedDocuments:
         """Tokenize documents; skip those that have no tokens, or none on one of their sides."""
@@ -174,6 +176,33 @@ def text_from_sentence_lengths(
 
 def concatenate_arrays(arrays: Sequence[np.ndarray], dtype: type) -> np.ndarray:
     return np.concatenate([np.zeros(0, dtype), *arrays]).astype(dtype, copy=False)
+
+
+def split_held_out(document: Document, share: float) -> Iterator[tuple[Document, bool]]:
+    """Yield a document with whether it is held out; a long text in parts, of which one block is held out.
+
+    A text of a few long documents would hold out nothing, or most of itself. So a document of more than
+    `LONG_DOCUMENT_CHARS` gives this share of itself: one block at a place that follows from its hash, which ends with a
+    line or a word. What is before and after it become two documents. Everything depends on the document alone.
+    """
+    text = document.text
+    if len(text) <= LONG_DOCUMENT_CHARS or share <= 0 or document.word_starts is not None or document.text_pair:
+        yield document, is_held_out(join_document_sides(document), share)
+        return
+    place = int.from_bytes(text_fingerprint(text)[:8], "big") / 2**64
+    start = cut_near(text, int(place * (1 - share) * len(text)))
+    end = cut_near(text, start + int(share * len(text)))
+    for part, is_out in ((text[:start], False), (text[start:end], True), (text[end:], False)):
+        if part:
+            yield Document(part, document.source), is_out
+
+
+def cut_near(text: str, position: int) -> int:
+    """Return the end of the line or the word at a position, or the position itself where neither ends nearby."""
+    for mark in "\n", " ":
+        if (found := text.find(mark, position, position + MAX_CUT_SHIFT)) >= 0:
+            return found + 1
+    return min(position, len(text))
 
 
 def join_document_sides(document: Document) -> str:

@@ -62,6 +62,7 @@ MIN_PARALLEL_BYTES = 2_000_000  # bytes of text: less is tokenized before worker
 # Memory, in bytes, measured with the published tokenizers.
 WORKER_BYTES = 64 * 2**20  # of a worker without its word cache
 BYTES_PER_CHUNK_CHARACTER = 150  # text, encodings and results of all chunks in flight
+MAX_HELD_OUT_FACTOR = 3.0  # times the wanted share; more is held out of a text of few documents by chance alone
 MAX_BYTES_PER_TOKEN = 100  # of a whole text: tokenizers give 1 to 10, words up to 30
 MIN_CHUNK_CHARACTERS = 50_000  # characters: a smaller chunk is an error
 
@@ -155,7 +156,7 @@ def finish_shards(
 
 
 def check_parts(writer: ShardWriter, encoder: DocumentEncoder) -> None:
-    """Raise if there is nothing to train on; warn if nothing is held out."""
+    """Raise if there is nothing to train on; warn if nothing is held out, or far more than was asked for."""
     train, held_out = writer.part_writers
     if not train.num_documents:
         raise no_training_documents_error(held_out.num_documents)
@@ -165,6 +166,13 @@ def check_parts(writer: ShardWriter, encoder: DocumentEncoder) -> None:
             f"Nothing is held out: the text has {format_count(train.num_documents, 'document')}, and each is held "
             f"out with a probability of {encoder.held_out_share:.0%}. There will be no held-out loss. Separate "
             "documents by blank lines (--documents blank-line), or give more of them."
+        )
+    found = held_out.num_tokens / max(held_out.num_tokens + train.num_tokens, 1)
+    if found > MAX_HELD_OUT_FACTOR * encoder.held_out_share:
+        warn(
+            f"{found:.0%} of the tokens are held out, and {encoder.held_out_share:.0%} of the documents were to be: "
+            "there are few of them. Separate documents by blank lines (--documents blank-line), give more of them, or "
+            "lower --held-out."
         )
 
 
