@@ -470,7 +470,7 @@ def test_options_come_from_fields() -> None:
 
     globals().update(Engine=Engine)  # where annotations are looked up
     found = {o.name: o for o in command.list_options(options.FillOptions, Config, "rate")}
-    assert [*found] == ["json", "checkpoint", "text", "top", "rate", "optim"]
+    assert [*found] == ["json", "checkpoint", "text", "top", "bf16", "rate", "optim"]
     assert (found["rate"].label, found["rate"].shown_default, found["rate"].common) == (
         "--rate X",
         "by the width",

@@ -7,9 +7,10 @@ from typing import Any
 import pytest
 import torch
 
+from firth import api
 from firth.core.errors import UserError
 from firth.generate import Blank, Guess, fill
-from firth.models import make_model
+from firth.models import Model, make_model
 from firth.models.task_heads import with_classification_head
 
 
@@ -26,6 +27,29 @@ def test_an_encoders_guesses_are_its_probabilities(untrained: Any) -> None:
         words = [i for i in p[position].argsort(descending=True).tolist() if i not in vocab.special_ids]
         assert [g.text for g in blank.guesses] == [tokenizer.decode([i]) for i in words[:3]]
         assert [g.probability for g in blank.guesses] == pytest.approx(p[position, words[:3]].tolist(), rel=1e-4)
+
+
+@pytest.mark.parametrize("family", ["bert", "t5", "bart"])
+def test_a_checkpoint_is_computed_on_the_gpu(
+    family: str, untrained: Any, tmp_path: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = untrained(family)
+    model.save(tmp_path / "final")
+    expected = fill(model, "The ___ slept.")
+    moves: list[tuple[Any, ...]] = []
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(Model, "to", lambda self, *arguments: moves.append(arguments) or self)
+    assert api.fill(tmp_path / "final", "The ___ slept.") == expected
+    api.fill(tmp_path / "final", "The ___ slept.", bf16=True)
+    assert api.fill(model, "The ___ slept.") == expected
+    assert moves == [("cuda", None), ("cuda", torch.bfloat16)], "a loaded model stays where it is"
+
+
+def test_probabilities_in_bfloat16_are_not_rounded(untrained: Any, tmp_path: Any) -> None:
+    untrained("bert").save(tmp_path / "final")
+    (blank,) = api.fill(tmp_path / "final", "The ___ slept.", top=9, bf16=True)
+    p = torch.tensor([guess.probability for guess in blank.guesses])
+    assert (p != p.bfloat16()).any()
 
 
 @pytest.mark.parametrize("blank", ["[MASK]", "<mask>", "___", "________"])

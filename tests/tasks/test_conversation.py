@@ -71,6 +71,24 @@ def test_the_command(model: Model, tmp_path: Any, monkeypatch: pytest.MonkeyPatc
     assert "begins anew" in printed.err
 
 
+@pytest.mark.parametrize(("options", "dtype"), [((), None), (("--bf16",), torch.bfloat16)])
+def test_the_command_uses_the_gpu(
+    options: tuple[str, ...],
+    dtype: torch.dtype | None,
+    model: Model,
+    tmp_path: Any,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: Any,
+) -> None:
+    model.save(tmp_path / "final")
+    moves: list[tuple[Any, ...]] = []
+    monkeypatch.setattr("sys.stdin", io.StringIO("the otter\n"))
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(Model, "to", lambda self, *arguments: moves.append(arguments) or self)
+    app(["chat", str(tmp_path / "final"), "--max-new-tokens", "3", *options], standalone_mode=False)
+    assert moves == [("cuda", dtype)]
+
+
 def test_a_model_without_a_chat_template(model: Model, tmp_path: Any) -> None:
     bare = make_model(model.config)
     bare.tokenizer = train_tokenizer(["the otter and the mill"], "byte-bpe", 270)

@@ -586,18 +586,19 @@ firth chat assistant/final --system "Answer briefly." --temperature 0.7
 echo "Who are you?" | firth chat assistant/final
 """,
 )
-def chat(checkpoint: str, system: str = "", **settings: Any) -> None:
+def chat(checkpoint: str, system: str = "", bf16: bool = False, **settings: Any) -> None:
     """Talk with a model that was fine-tuned on dialogues, in its chat template.
 
     /clear begins anew, /exit or Ctrl-D ends. Without a terminal every line of stdin is a message.
     """
     if not Path(checkpoint).is_dir():
         raise UserError(f"{checkpoint} is not a checkpoint folder. `firth finetune --task lm` makes one: RUN/final.")
+    from firth.commands.generate import move_for_generation
     from firth.models import load_model
     from firth.tasks.conversation import Conversation
 
     settings |= {"stop": [parse_escapes(text, "--stop") for text in settings.get("stop", ())]}
-    conversation = Conversation(load_model(checkpoint), system, **settings)
+    conversation = Conversation(move_for_generation(load_model(checkpoint), bf16), system, **settings)
     interactive = sys.stdin.isatty()
     if interactive:
         say("Write a message. /clear begins anew, /exit ends.")
@@ -628,11 +629,11 @@ def read_message(interactive: bool) -> str | None:
 firth fill run/final "The ___ sleeps on the mat."
 """,
 )
-def fill(checkpoint: str, text: str, top: int, json: bool) -> None:
+def fill(checkpoint: str, text: str, top: int, json: bool, bf16: bool = False) -> None:
     """Predict the most likely words for the blanks of a text."""
     from firth import api
 
-    blanks = api.fill(checkpoint, text, top)
+    blanks = api.fill(checkpoint, text, top, bf16)
     if json:
         guesses = [{"guesses": [{"text": g.text, "probability": g.probability} for g in b.guesses]} for b in blanks]
         render.print_json({"text": text, "blanks": guesses})

@@ -6,7 +6,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from firth.cli.command import BUDGET, DATA, TRAINING, option
+from firth.cli.command import BUDGET, COMPUTE, DATA, TRAINING, option
 from firth.cli.values import (
     parse_bytes,
     parse_columns,
@@ -27,6 +27,8 @@ from firth.tokens.cluster.options import EngineOptions
 from firth.tokens.extend import MAX_NEW_TOKENS, MIN_TOKEN_COUNT
 
 # --- options that several commands share
+
+BF16_HELP = "Compute in bfloat16: faster on a GPU, with rounded weights."
 
 
 @dataclass(kw_only=True)
@@ -523,7 +525,7 @@ class GenerateOptions(JsonOptions):
         None, "Read the prompt as a user's message in the chat template. Default: on after fine-tuning on dialogues."
     )
     stream: bool | None = option(None, "Print tokens as they come. Default: on for one text on a terminal.")
-    bf16: bool = option(False, "Compute in bfloat16: faster on a GPU, with rounded weights.")
+    bf16: bool = option(False, BF16_HELP, topic=COMPUTE)
     draft: str | None = option(
         None, "Let a smaller model with the same tokenizer propose tokens (speculative decoding).", "CHECKPOINT"
     )
@@ -542,6 +544,7 @@ class ChatOptions:
     max_new_tokens: int = option(
         256, "Generate at most this many tokens for an answer.", topic="Conversation", bounds={"ge": 1}
     )
+    bf16: bool = option(False, BF16_HELP, topic=COMPUTE)
 
 
 @dataclass(kw_only=True)
@@ -549,6 +552,7 @@ class FillOptions(JsonOptions):
     checkpoint: str = option(..., "An encoder or an encoder-decoder.", argument=True)
     text: str = option(..., "A text with blanks, written [MASK] or ___.", argument=True)
     top: int = option(5, "Show this many guesses for each blank.", bounds={"ge": 1})
+    bf16: bool = option(False, BF16_HELP, topic=COMPUTE)
 
 
 @dataclass(kw_only=True)

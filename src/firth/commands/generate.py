@@ -156,10 +156,14 @@ def generate_in_batches(
     return results
 
 
-def fill(checkpoint: str | Path | Model, text: str, top: int = 5) -> Blanks:
-    """The most likely words for the blanks of a text."""
+def fill(checkpoint: str | Path | Model, text: str, top: int = 5, bf16: bool = False) -> Blanks:
+    """The most likely words for the blanks of a text.
+
+    A checkpoint is computed on the GPU where there is one, with `bf16` in bfloat16; a model stays where it is.
+    """
     from firth.generate import fill as fill_blanks
     from firth.generate.decode_state import load_language_model
 
-    model = load_language_model(checkpoint) if isinstance(checkpoint, str | Path) else checkpoint
-    return fill_blanks(model, text, top)
+    if isinstance(checkpoint, str | Path):
+        checkpoint = move_for_generation(load_language_model(checkpoint), bf16)
+    return fill_blanks(checkpoint, text, top)

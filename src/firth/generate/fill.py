@@ -142,7 +142,7 @@ def fill_masked_words(
         target_positions=np.array([[*at, *[at[0]] * (most - len(at))] for at in masked])
         - int(config.predicts_next_token),
     ).to(model.embed.tokens.weight.device)
-    p_BKV = drop_padded_vocab(model, model.logits(batch)).softmax(-1)
+    p_BKV = drop_padded_vocab(model, model.logits(batch)).float().softmax(-1)
     p_BKV[..., list(vocab.special_ids)] = 0  # a candidate is a word, not a special token
     best_BKN = p_BKV.topk(min(top, vocab.size - len(vocab.special_ids))).indices
 
@@ -213,7 +213,7 @@ def decode_span(
     span: list[int] = []
     probability = 1.0
     for _ in range(MAX_SPAN_TOKENS):
-        p_V = next_logits_fn([0], [[*prefix_ids, *span]])[0].softmax(-1)
+        p_V = next_logits_fn([0], [[*prefix_ids, *span]])[0].float().softmax(-1)
         best = int(p_V.argmax())
         if best in stop_ids:
             return span, probability * float(p_V[list(stop_ids)].sum())
