@@ -97,6 +97,48 @@ def test_licences_notice_a_change() -> None:
     assert {"torch", "numpy", "tokenizers"} <= {row[0] for row in rows}
 
 
+def test_an_extra_that_is_not_installed_keeps_its_licences(monkeypatch: pytest.MonkeyPatch) -> None:
+    licences = load_script("tools/licences.py")
+    hide_package(licences, "lm-eval", monkeypatch)
+    page = licences.HEAD + (
+        "| `evaluate` | Apache-2.0 | firth[lm-eval] |\n"
+        "| `lm-eval` | MIT | firth[lm-eval] |\n"
+        "| `left-pad` | MIT | firth |\n"
+        "| `requests` | Apache-2.0 | firth[lm-eval], firth[web] |\n"
+    )
+    rows = licences.collect_rows(page)
+    assert rows["evaluate"] == ("Apache-2.0", "firth[lm-eval]"), "lm-eval installs it, and is not there to say so"
+    assert rows["lm-eval"] == ("MIT", "firth[lm-eval]")
+    assert "firth[lm-eval]" in rows["requests"][1].split(", ")
+    assert "left-pad" not in rows, "what is installed no longer needs it"
+
+
+def hide_package(licences: Any, hidden: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    for function in ("distribution", "metadata"):
+        find = getattr(licences, function)
+
+        def find_others(name: str, find: Any = find) -> Any:
+            if name == hidden:
+                raise licences.PackageNotFoundError(name)
+            return find(name)
+
+        monkeypatch.setattr(licences, function, find_others)
+
+
+@pytest.mark.parametrize(("arguments", "code"), [(["--help"], 0), (["--chek"], 2), (["docs"], 2)])
+def test_licences_are_written_only_by_the_plain_command(
+    arguments: list[str], code: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    licences = load_script("tools/licences.py")
+    monkeypatch.setattr(licences, "PAGE", tmp_path / "licences.md")
+    with pytest.raises(SystemExit) as stopped:
+        licences.main(arguments)
+    assert stopped.value.code == code
+    assert not licences.PAGE.exists()
+    assert licences.main([]) == 0
+    assert "`torch`" in licences.PAGE.read_text()
+
+
 def test_the_site_has_every_page() -> None:
     menu = (ROOT / "mkdocs.yml").read_text()
     missing = [

@@ -3,15 +3,16 @@
 python tools/licences.py            write docs/licences.md
 python tools/licences.py --check    compare it with the installed packages, and write nothing
 
-The packages of an extra that is not installed keep their rows.
+An extra that is not installed keeps its rows, also those of the packages that its packages install in turn.
 """
 
 from __future__ import annotations
 
+import argparse
 import re
 import sys
 import tomllib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from importlib.metadata import PackageNotFoundError, distribution, metadata
 from pathlib import Path
 
@@ -40,8 +41,8 @@ HEAD = """\
 # Licences
 
 Firth is under the MIT licence. This page lists the packages that `pip install firth` and its extras install, with the
-licence that each package states. `python tools/licences.py` writes it. Of an extra that was not installed when it was
-written, the page has the packages that `pyproject.toml` names, and not what those install in turn.
+licence that each package states. `python tools/licences.py` writes it, and keeps the rows of an extra that is not
+installed.
 
 A GPU build of PyTorch adds NVIDIA's CUDA libraries, which are under NVIDIA's own terms, and `triton` (MIT).
 
@@ -95,19 +96,34 @@ def find_licence(name: str) -> str | None:
     return stated[:MAX_LICENCE_CHARS].strip() or "not stated: see its files"
 
 
+def find_missing(requirements: list[Requirement]) -> list[str]:
+    """Return the packages of these requirements that are not installed, of those that can be known."""
+    return sorted(name for name in set(iter_closure(requirements)) if find_licence(name) is None)
+
+
 def collect_rows(page: str) -> dict[str, tuple[str, str]]:
-    """Return licence and group of each package; those of packages that are not installed are taken from `page`."""
-    written = {name: licence for name, licence, _ in ROW.findall(page)}
+    """Return licence and group of each package.
+
+    What a package that is not installed would install in turn stands on `page` alone: the rows of its group are kept.
+    """
+    written = {name: (licence, needed_by.split(", ")) for name, licence, needed_by in ROW.findall(page)}
     groups: dict[str, list[str]] = {}
     for group, requirements in read_requirements().items():
-        for name in sorted(set(iter_closure(requirements))):
-            groups.setdefault(name, []).append(group if group == CORE else f"firth[{group}]")
+        label, names = name_group(group), set(iter_closure(requirements))
+        if find_missing(requirements):
+            names |= {name for name, (_, needed_by) in written.items() if label in needed_by}
+        for name in names:
+            groups.setdefault(name, []).append(label)
     rows = {}
-    for name, group in sorted(groups.items()):
-        licence = find_licence(name) or written.get(name)
+    for name, labels in sorted(groups.items()):
+        licence = find_licence(name) or (written[name][0] if name in written else None)
         if licence is not None:
-            rows[name] = (licence, CORE if CORE in group else ", ".join(group))
+            rows[name] = (licence, CORE if CORE in labels else ", ".join(labels))
     return rows
+
+
+def name_group(group: str) -> str:
+    return group if group == CORE else f"firth[{group}]"
 
 
 def find_differences(page: str) -> list[str]:
@@ -122,17 +138,23 @@ def find_differences(page: str) -> list[str]:
     return told + [f"{name}: required, not installed and without a row" for name in sorted(required - written.keys())]
 
 
-def main(arguments: list[str]) -> int:
+def main(arguments: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description="Write docs/licences.md: the licences of all packages of Firth.")
+    parser.add_argument("--check", action="store_true", help="compare the page with the installed packages instead")
+    args = parser.parse_args(arguments)
     page = PAGE.read_text(encoding="utf-8") if PAGE.exists() else ""
-    if arguments == ["--check"]:
+    if args.check:
         differences = find_differences(page)
         print("\n".join(differences) or f"{PAGE.name}: as installed")
         return int(bool(differences))
     lines = [f"| `{name}` | {licence} | {group} |" for name, (licence, group) in collect_rows(page).items()]
     PAGE.write_text(HEAD + "\n".join(lines) + "\n", encoding="utf-8")
     print(f"{PAGE}: {len(lines)} packages")
+    for group, requirements in read_requirements().items():
+        if missing := find_missing(requirements):
+            print(f"{name_group(group)} keeps its rows; not installed: {', '.join(missing)}")
     return 0
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    sys.exit(main())
