@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -56,6 +57,8 @@ def test_greedy_is_greedy(family: str, untrained: Any) -> None:
         for ours, theirs in zip(found, wanted, strict=True):
             assert ours.logprobs == pytest.approx(theirs.logprobs, abs=1e-4)
         assert (tokens_per_pass > 4) == (draft is model)
+        bare, _ = generate_speculative(model, draft, PROMPTS, GenerationConfig(max_new_tokens=14), logprobs=False)
+        assert bare == [replace(sequence, logprobs=[], score=0) for sequence in found]
 
 
 def test_a_sample_of_the_model_itself_is_always_accepted(untrained: Any) -> None:

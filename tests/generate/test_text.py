@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 from typing import Any
 
 import pytest
 
+from firth import api
+from firth.cli.main import app
 from firth.core.errors import UserError
 from firth.generate import GenerationConfig, generate, generate_ids, generate_results, stream_text
+from firth.generate.loop import DecodedBatch
 from firth.generate.text import PromptText
 
 DRAWN = GenerationConfig(temperature=1.0, seed=1, max_new_tokens=24)
@@ -52,6 +56,29 @@ def test_results_for_json(family: str, untrained: Any) -> None:
         for result in found:
             assert result["text"].endswith(result["new"])
             assert len(result["logprobs"]) == len(result["tokens"]) + result["finished"]
+
+
+def test_log_probabilities_are_computed_only_where_they_are_shown(
+    untrained: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
+) -> None:
+    model = untrained("gpt2")
+    model.save(tmp_path / "final")
+    wanted = generate_results(model, [TEXT], max_new_tokens=5)
+    append, given = DecodedBatch.append, list[bool]()
+
+    def append_and_note(self: DecodedBatch, live_B: Any, token_B: Any, logits_BV: Any) -> None:
+        given.append(logits_BV is not None)
+        append(self, live_B, token_B, logits_BV)
+
+    monkeypatch.setattr(DecodedBatch, "append", append_and_note)
+    assert api.generate(tmp_path / "final", TEXT, max_new_tokens=5) == wanted[0]["text"]
+    arguments = ["generate", str(tmp_path / "final"), TEXT, "--max-new-tokens", "5"]
+    app([*arguments, "--no-stream"], standalone_mode=False)
+    assert given == [False] * 10
+    capsys.readouterr()
+    app([*arguments, "--json"], standalone_mode=False)
+    assert given[10:] == [True] * 5
+    assert json.loads(capsys.readouterr().out)["results"] == wanted
 
 
 # --- where to stop ------------------------------------------------------------------------------------------------

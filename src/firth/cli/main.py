@@ -499,7 +499,7 @@ def generate(
     if best_of is not None or reward is not None:
         if stream:
             raise UserError("--stream prints tokens one by one, and --best-of compares whole texts: choose one.")
-        ranked = generate_best_of(checkpoint, texts, best_of, reward, settings, chat, bf16, draft)
+        ranked = generate_best_of(checkpoint, texts, best_of, reward, settings, chat, bf16, draft, logprobs=json)
         best = [result for result in ranked if result["best"]]
         render.print_generated_texts(ranked if json else best, json)
         if not all(result.get("complete", True) for result in best):
@@ -516,7 +516,7 @@ def generate(
     if stream and draft is not None:
         raise UserError("--stream prints tokens one by one, and --draft makes several at once: choose one.")
     if not stream:
-        results = generate_in_batches(model, encoded, settings, load_draft(draft, bf16))
+        results = generate_in_batches(model, encoded, settings, load_draft(draft, bf16), logprobs=json)
         render.print_generated_texts(results, json)
         if not all(result.get("complete", True) for result in results):
             raise typer.Exit(1)

@@ -45,13 +45,13 @@ def generate(
     """
     prompts = [prompt] if isinstance(prompt, str) else prompt
     if best_of is not None or reward is not None:
-        ranked = generate_best_of(checkpoint, prompts, best_of, reward, settings, chat, bf16, draft)
+        ranked = generate_best_of(checkpoint, prompts, best_of, reward, settings, chat, bf16, draft, logprobs=False)
         results = [result for result in ranked if result["best"]]
     elif isinstance(checkpoint, str | Path) and is_ngram(checkpoint):
         results = generate_with_ngram(checkpoint, prompts, settings)
     else:
         model, encoded, defaults = load_for_generation(checkpoint, prompts, chat, bf16)
-        results = generate_in_batches(model, encoded, defaults | settings, load_draft(draft, bf16))
+        results = generate_in_batches(model, encoded, defaults | settings, load_draft(draft, bf16), logprobs=False)
     texts = [result["text"] for result in results]
     return texts[0] if isinstance(prompt, str) and len(texts) == 1 else texts
 
@@ -65,6 +65,7 @@ def generate_best_of(
     chat: bool | None = None,
     bf16: bool = False,
     draft: str | Path | Model | None = None,
+    logprobs: bool = True,
 ) -> list[dict[str, Any]]:
     """Draw `best_of` samples for each prompt; return them with their `reward`, each prompt's from best to worst."""
     from firth.tasks.best_of import RewardModel, best_of_settings, check_reward_model, rank_by_reward
@@ -79,7 +80,7 @@ def generate_best_of(
     else:
         model, encoded, defaults = load_for_generation(checkpoint, prompts, chat, bf16)
         chosen = best_of_settings(best_of, settings, defaults)
-        results = generate_in_batches(model, encoded, chosen, load_draft(draft, bf16))
+        results = generate_in_batches(model, encoded, chosen, load_draft(draft, bf16), logprobs)
     return rank_by_reward(results, prompts, RewardModel(reward).score)
 
 
@@ -133,7 +134,11 @@ def with_structured_length(model: Model, settings: Mapping[str, Any]) -> dict[st
 
 
 def generate_in_batches(
-    model: Model, prompts: Sequence[str | list[int]], settings: Mapping[str, Any], draft: Model | None = None
+    model: Model,
+    prompts: Sequence[str | list[int]],
+    settings: Mapping[str, Any],
+    draft: Model | None = None,
+    logprobs: bool = True,
 ) -> list[dict[str, Any]]:
     """Run `generate_results` on all prompts, a batch at a time.
 
@@ -150,7 +155,7 @@ def generate_in_batches(
     with progress("generating", "texts", len(prompts) * config.num_return_sequences) as shown:
         for first in range(0, len(prompts), size):
             part = prompts[first : first + size]
-            results += generate_results(model, part, config, first_prompt=first, on_finished=shown.advance, draft=draft)
+            results += generate_results(model, part, config, first, shown.advance, draft, logprobs)
     if problem := describe_incomplete(results, config):
         warn(problem)
     return results

@@ -479,7 +479,7 @@ def completes_by_filling(recipe: Recipe) -> bool:
 def complete_passages(model: Model, passages: Sequence[Passage], fills: bool, title: str) -> list[SampleSide]:
     if not fills:
         prompts = [passage.before.rstrip() for passage in passages]
-        results = generate_results(model, prompts, SAMPLING)
+        results = generate_results(model, prompts, SAMPLING, logprobs=False)
         return [SampleSide(title, (), shorten(result["new"])) for result in results]
     sides = []
     for passage in passages:

@@ -55,7 +55,7 @@ class GeneratedSequence:
     """New tokens of a prompt, without EOS; `finished` if EOS or a stop string ended them.
 
     `logprobs` holds the model's log-probability of each token (and of EOS), before processors and warpers. `score` is
-    their sum, or the beam score.
+    their sum, or the beam score. Beam search always computes both, sampling and greedy decoding only with `logprobs`.
     """
 
     tokens: list[int]

@@ -133,6 +133,7 @@ def generate_speculative(
     stop_fn: StopFn | None = None,
     first_row: int = 0,
     on_finished: Callable[[int], None] | None = None,
+    logprobs: bool = True,
 ) -> tuple[list[GeneratedSequence], float]:
     """Return `num_return_sequences` sequences per prompt, one after another, and the mean number of tokens per pass."""
     check_draft(model, draft, config)
@@ -143,7 +144,7 @@ def generate_speculative(
             for i in range(config.num_return_sequences):
                 row = first_row + number * config.num_return_sequences + i
                 stop = None if stop_fn is None else partial(stop_fn, number)
-                sequence, num_passes = decode_row(model, draft, prompt, limit, config, row, stop)
+                sequence, num_passes = decode_row(model, draft, prompt, limit, config, row, stop, logprobs)
                 sequences.append(sequence)
                 passes += num_passes
                 if on_finished is not None:
@@ -159,6 +160,7 @@ def decode_row(
     config: GenerationConfig,
     row: int,
     stop_fn: Callable[[TokenIds], bool] | None,
+    keeps_logprobs: bool,
 ) -> tuple[GeneratedSequence, int]:
     """Return one sequence, and the number of passes of the target."""
     target, proposer = (SpeculativeSide(side, prompt, limit, config) for side in (model, draft))
@@ -183,10 +185,11 @@ def decode_row(
             proposer.truncate(len(ids) + accepted, proposer.last_1V)  # it gets the next token before it is used
         passes += 1
         num_drafts = min(MAX_DRAFT_TOKENS, num_drafts + 2) if accepted == count else max(1, num_drafts - 1)
-        logprob_TV = logits_TV.float().log_softmax(-1)
+        logprob_TV = logits_TV.float().log_softmax(-1) if keeps_logprobs else None
         for i, new in enumerate([*drafts[:accepted], token]):
             ids.append(new)
-            logprobs.append(float(logprob_TV[i, new]))
+            if logprob_TV is not None:
+                logprobs.append(float(logprob_TV[i, new]))
             is_ended = new in target.eos_ids
             is_stopped = not is_ended and stop_fn is not None and stop_fn(ids)
             if is_ended or is_stopped:

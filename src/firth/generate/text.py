@@ -45,6 +45,7 @@ def generate_results(
     first_prompt: int = 0,
     on_finished: Callable[[int], None] | None = None,
     draft: Model | None = None,
+    logprobs: bool = True,
     **options: Any,
 ) -> list[dict[str, Any]]:
     """Return one JSON-ready dict per generated text.
@@ -53,7 +54,8 @@ def generate_results(
     `logprobs`, `score` and `finished` are those of `GeneratedSequence`. Structured output has no prompt in `text`; it
     has `complete`, false for a text that was cut, and `value`, the JSON value or the text, None if it was cut.
     `first_prompt` is the index of the first prompt, where these are a part of more: samples depend on it. `on_finished`
-    is called with the number of texts that have ended since. `draft` proposes tokens (`speculative.py`).
+    is called with the number of texts that have ended since. `draft` proposes tokens (`speculative.py`). Without
+    `logprobs` the dicts have neither `logprobs` nor `score`, which take a softmax over the vocabulary at each token.
     """
     generation_config = make_generation_config(generation_config, options)
     prompt_texts, sequences = generate_prompt_texts(
@@ -61,7 +63,7 @@ def generate_results(
         prompts,
         generation_config,
         True,
-        logprobs=True,
+        logprobs=logprobs,
         first_prompt=first_prompt,
         on_finished=on_finished,
         draft=draft,
@@ -72,8 +74,7 @@ def generate_results(
             "text": prompt.full_text(new.tokens),
             "new": prompt.new_text(new.tokens),
             "tokens": new.tokens,
-            "logprobs": new.logprobs,
-            "score": new.score,
+            **({"logprobs": new.logprobs, "score": new.score} if logprobs else {}),
             "finished": new.finished,
             **prompt.constraint_facts(new.tokens),
         }
@@ -154,7 +155,9 @@ def generate_prompt_texts(
     sequences = (
         generate_sequences(model, input_ids, generation_config, use_cache, stop_fn, logprobs, first_row, on_finished)
         if draft is None
-        else generate_speculative(model, draft, input_ids, generation_config, stop_fn, first_row, on_finished)[0]
+        else generate_speculative(
+            model, draft, input_ids, generation_config, stop_fn, first_row, on_finished, logprobs
+        )[0]
     )
     return [p for p in prompt_texts for _ in range(generation_config.num_return_sequences)], sequences
 

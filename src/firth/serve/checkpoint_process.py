@@ -55,7 +55,7 @@ def sample_checkpoint(folder: Path, text: str) -> dict[str, Any]:
                 for blank in blanks
             ]
         }
-    (result,) = generate_results(model, [text], SAMPLING)
+    (result,) = generate_results(model, [text], SAMPLING, logprobs=False)
     return {"text": result["text"]}
 
 
