@@ -14,6 +14,7 @@ import pytest
 from firth.cli.main import app
 from firth.core.errors import UserError
 from firth.core.files import write_json
+from firth.lab.plan import read_run
 from firth.lab.scaling_law import ScalingFit, ScalingLaw, ScalingRun, fit_scaling_law, sum_of_residuals
 from firth.models.presets import bert
 from firth.objectives import CLM
@@ -134,12 +135,20 @@ def test_the_command(tmp_path: Path, capsys: Any, monkeypatch: pytest.MonkeyPatc
             app(["plan", "--fit", *map(str, [*folders, run])], standalone_mode=False)
 
 
-def write_run(folder: Path, run: ScalingRun, recipe: Recipe) -> Path:
+def test_the_tokens_of_a_run_are_those_of_its_weights(tmp_path: Path) -> None:
+    """20 passes over 1M tokens whose loss was lowest after 5: the loss is that of 5M tokens."""
+    recipe, run = pretraining_recipe(bert(1, 16, 2, 100)), ScalingRun(1e6, 2e7, 1e6, 3.0)
+    assert read_run(write_run(tmp_path / "whole", run, recipe, steps=400)) == run
+    early = read_run(write_run(tmp_path / "early", run, recipe, steps=400, best_step=100))
+    assert early == run._replace(tokens=5e6)
+
+
+def write_run(folder: Path, run: ScalingRun, recipe: Recipe, **steps: int) -> Path:
     folder.mkdir()
     passes = run.tokens / run.unique_tokens
     write_json(
         folder / "results.json",
-        {"parameters": run.parameters, "tokens": run.tokens, "passes": passes, "eval_loss": run.loss},
+        {"parameters": run.parameters, "tokens": run.tokens, "passes": passes, "eval_loss": run.loss, **steps},
     )
     save_recipe(recipe, folder / "recipe.yaml")
     return folder

@@ -49,7 +49,10 @@ def fit_runs(runs: Sequence[str | Path], page: Path) -> dict[str, Any]:
 
 
 def read_run(folder: Path) -> ScalingRun:
-    """Return size, tokens, unique tokens and held-out loss of a finished run."""
+    """Return size, tokens, unique tokens and held-out loss of a finished run.
+
+    A run that overfits its text ends with the weights of an earlier step: its tokens are those until that step.
+    """
     file = folder / "results.json"
     if not file.is_file():
         raise UserError(f"{folder} has no results.json: name the folder of a finished `firth pretrain`.")
@@ -57,9 +60,10 @@ def read_run(folder: Path) -> ScalingRun:
     missing = [key for key in ("parameters", "tokens", "passes", "eval_loss") if not results.get(key)]
     if missing:
         raise UserError(f"{file}: no {missing[0]}. The law needs pretraining runs with held-out text.")
-    return ScalingRun(
-        results["parameters"], results["tokens"], results["tokens"] / results["passes"], results["eval_loss"]
-    )
+    tokens, unique_tokens = results["tokens"], results["tokens"] / results["passes"]
+    if results.get("best_step"):
+        tokens *= results["best_step"] / results["steps"]
+    return ScalingRun(results["parameters"], tokens, unique_tokens, results["eval_loss"])
 
 
 def check_comparable(folders: Sequence[Path]) -> None:
