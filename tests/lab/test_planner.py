@@ -262,7 +262,7 @@ def test_extrapolation_is_said() -> None:
     text = inside[1] / (sum(law.fit.passes_range) / 2)
     assert set(law.extrapolations(*inside, text, law.unigram_entropy)) <= {"law"}
     found = law.extrapolations(1e12, inside[1], text, 2 * law.unigram_entropy)
-    assert found["parameters"].startswith("1e+12 where")
+    assert found["parameters"].startswith("1000B where")
     assert "unigram entropy" in found["text"]
 
 

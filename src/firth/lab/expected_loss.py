@@ -19,6 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from firth.core.chart import format_tick
 from firth.core.files import read_object
 from firth.lab.scaling_law import ScalingFit, ScalingLaw
 
@@ -53,7 +54,8 @@ class ExpectedLoss:
             ("passes", tokens / text_tokens, fit.passes_range),
         ):
             if not low / RANGE_TOLERANCE <= value <= high * RANGE_TOLERANCE:
-                found[name] = f"{value:,.3g} where {low:,.3g} to {high:,.3g} were measured"
+                here, least, most = (format_tick(float(f"{x:.3g}")) for x in (value, low, high))
+                found[name] = f"{here} where {least if least == most else f'{least} to {most}'} were measured"
         if abs(unigram_entropy / self.unigram_entropy - 1) > ENTROPY_TOLERANCE:
             found["text"] = (
                 f"unigram entropy {unigram_entropy:.2f}, and {self.unigram_entropy:.2f} of the text that was measured"

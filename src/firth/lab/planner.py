@@ -179,7 +179,7 @@ class RunPlan:
         about = "about " if text.is_estimated else ""
         warmup = f"{recipe.warmup_steps:,} steps" if recipe.warmup_steps >= 0 else "10%"
         rate = f", {format_mask_rate(facts)}" if facts["mask_rate"] else ""
-        others = [
+        sizes = [
             f"{word} {other.name}: {other.expected_loss:.2f}"
             for word, other in (("smaller", self.smaller), ("larger", self.larger))
             if other is not None
@@ -204,12 +204,12 @@ class RunPlan:
             *([f"dropout {recipe.model.dropout:g}"] if recipe.model.dropout else []),
             f"a checkpoint every {format_count(recipe.save_steps, 'step')}",
         ]
-        loss = f"expected held-out loss {run.expected_loss:.2f}" + (f" ({'; '.join(others)})" if others else "")
-        lines = [f"plan: {line}" for line in (*map(", ".join, (words, length, settings)), loss)]
+        loss = f"expected held-out loss {run.expected_loss:.2f}" + (f" ({'; '.join(sizes)})" if sizes else "")
         if run.extrapolations:
-            points = "; ".join(f"{name}: {reason}" for name, reason in run.extrapolations.items())
-            lines.append(f"plan: the loss is extrapolated: {points}")
-        return lines
+            others = ", ".join(name for name in run.extrapolations if name != "law")
+            why = f"other {others} than measured" if others else "few runs were measured"
+            loss += f", a rough guess: {why} (`firth plan` says more)"
+        return [f"plan: {line}" for line in (*map(", ".join, (words, length, settings)), loss)]
 
 
 class Planner:
