@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import re
 import shlex
 from collections.abc import Iterator
@@ -28,7 +29,8 @@ from firth.recipes import SHAPE_RECIPES, pretraining_recipe, tokenizer_kind, upd
 from firth.text import Corpus
 from firth.tokens import open_shards, prepare, train_tokenizer
 from firth.train import Recipe, load_recipe
-from firth.train.batch_size import MemoryTrial, fit_line
+from firth.train.batch_size import MemoryTrial, fit_line, whole_batch_recipe
+from firth.train.dataloader import make_row_dataset, make_text_progress_fn
 from firth.train.recipe import save_recipe
 
 GPU_FLOPS = 3.4e14  # of an H200 in training: `measure_flops` there
@@ -545,3 +547,29 @@ def test_passes_choose_what_the_user_leaves_open(
     assert masked_share("mlm-and-clm") == 0.5
     assert masked_share(**{"objective.masked_share": 0.3}) == 0.3
     assert masked_share("mlm") is None
+
+
+def test_the_passes_of_a_plan_are_those_of_the_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Short documents: a fifth of each row are special tokens, which are steps and no text."""
+    corpus = tmp_path / "short.txt"
+    corpus.write_text("\n\n".join(f"the heron number {i} saw otter {7 * i}" for i in range(2000)), encoding="utf-8")
+    tokenizer = train_tokenizer(Corpus([corpus]).texts(), "wordpiece", 300)
+    prepare(Corpus([corpus]), tokenizer, tmp_path / "shards")
+    shards = open_shards(tmp_path / "shards")
+    options = {"max_steps": 400, "global_batch_tokens": 4096}
+    plan = plan_pretraining(
+        "encoder-2x64", shards.folder, tmp_path, None, None, DataOptions(0, False, 0.05, {}), None, None, options
+    )
+    recipe = whole_batch_recipe(plan.resolve_recipe({"": str(shards.folder)}))
+    said = capsys.readouterr().err
+    dataset = make_row_dataset(recipe, shards, held_out=False)
+    passes = make_text_progress_fn(recipe, dataset)(400).passes
+    by_tokens = 400 * 4096 / shards.num_tokens
+    assert by_tokens > 1.15 * passes
+    assert f"dropout: 0.1, as the text is read {passes:.0f} times" in said
+    own = pretraining_recipe(recipe.model, **SHAPE_RECIPES["encoder"])
+    assert recipe.objective == with_repeated_text(own, passes, shards.num_tokens).objective
+    dry = api.pretrain("encoder-2x64", shards.folder, tmp_path / "run", dry_run=True, **options)
+    assert dry["passes"] == pytest.approx(passes, abs=1e-3)
+    dry = api.pretrain("encoder-2x64", shards.folder, tmp_path / "run", dry_run=True, num_train_epochs=3)
+    assert dry["steps"] == math.ceil(3 * dataset.num_rows / dry["rows_per_step"])

@@ -135,15 +135,11 @@ def pretrain(
 
 
 def resolve_on_main(dist: DistContext, plan: PretrainPlan, shards: Mapping[str, str], clock: RunClock) -> Recipe:
-    """The recipe of a run. A size is planned by the main process, as timed steps differ between processes."""
-    if plan.architecture:
-        return from_dict(
-            dist.run_on_main(lambda: to_dict(plan.resolve_recipe(shards, True, clock.elapsed_seconds))),
-            Recipe,
-            "recipe",
-        )
-    recipe = plan.resolve_recipe(shards)
-    if plan.is_new_preset and dist.is_main_process:
+    """The recipe of a run, from the main process: it times steps, which differ between processes, or counts rows."""
+    recipe = from_dict(
+        dist.run_on_main(lambda: to_dict(plan.resolve_recipe(shards, True, clock.elapsed_seconds))), Recipe, "recipe"
+    )
+    if plan.is_new_preset and not plan.architecture and dist.is_main_process:
         warn_of_misfit(recipe, plan, shards)
     return recipe
 

@@ -85,9 +85,13 @@ class PretrainPlan:
             return self.describe_planned(data)
         recipe = self.recipe
         config = recipe.model if self.keeps_vocab_size else replace(recipe.model, vocab_size=vocab)
-        recipe = self.choose_batch(replace(recipe, model=config), num_tokens)
-        if self.is_new_preset and self.data_source.corpus is None:
-            warn_of_misfit(recipe, self, {name: str(folder) for name, folder in self.data_source.by_name.items()})
+        recipe = replace(recipe, model=config)
+        if self.data_source.corpus is not None:
+            return describe_pretraining(self.choose_batch(recipe, num_tokens), data, num_tokens)
+        shards = {name: str(folder) for name, folder in self.data_source.by_name.items()}
+        recipe = self.choose_batch(with_shards(recipe, shards), num_tokens)
+        if self.is_new_preset:
+            warn_of_misfit(recipe, self, shards)
         return describe_pretraining(recipe, data, num_tokens)
 
     def describe_planned(self, data: dict[str, Any]) -> dict[str, Any]:
@@ -177,8 +181,7 @@ class PretrainPlan:
             recipe = replace(found.chosen.recipe, processes=self.recipe.processes)
         elif not self.keeps_vocab_size:
             recipe = replace(recipe, model=with_vocabulary(recipe.model, tokenizer.vocab))
-        sources = {name: folder for name, folder in shards.items() if name}
-        recipe = replace(recipe, data=shards.get("", ""), sources=sources, tokenizer=tokenizer.fingerprint)
+        recipe = replace(with_shards(recipe, shards), tokenizer=tokenizer.fingerprint)
         if not self.architecture:
             recipe = self.choose_batch(recipe, sum(open_shards(Path(folder)).num_tokens for folder in shards.values()))
         recipe.check()
@@ -322,6 +325,11 @@ def next_run_seed(checkpoint: Path) -> dict[str, int]:
     return {"seed": seed + 1} if isinstance(seed, int) else {}
 
 
+def with_shards(recipe: Recipe, shards: Mapping[str, str]) -> Recipe:
+    """The recipe with the folders of its shards: one, or those of a mix by name."""
+    return replace(recipe, data=shards.get("", ""), sources={name: folder for name, folder in shards.items() if name})
+
+
 def with_chosen_batch(recipe: Recipe, text_tokens: int) -> Recipe:
     """The recipe with the global batch that suits model, text, time and device, which is said."""
     from firth.train.distributed import SINGLE_PROCESS, select_device
@@ -348,13 +356,25 @@ def with_chosen_batch(recipe: Recipe, text_tokens: int) -> Recipe:
 
 def adapt_to_passes(recipe: Recipe, text_tokens: int, keeps: Collection[str]) -> Recipe:
     """The recipe with what keeps a model from learning its text by heart, where the run reads it often; it is said."""
-    passes = tokens_to_read(recipe, text_tokens) / max(text_tokens, 1)
+    passes = count_passes(recipe, text_tokens)
     new = with_repeated_text(recipe, passes, text_tokens, keeps)
     if new.model != recipe.model:
         say(f"dropout: {new.model.dropout:g}, as the text is read {passes:.0f} times")
     if isinstance(new.objective, MaskedNextToken) and new.objective != recipe.objective:
         say(f"masked rows: {new.objective.masked_share:.0%}, as the text is read {passes:.0f} times")
     return new
+
+
+def count_passes(recipe: Recipe, text_tokens: int) -> float:
+    """How often a run reads its text. Rows of shards are counted, as a row also has special tokens and padding."""
+    if not (recipe.minutes or recipe.max_steps):
+        return recipe.num_train_epochs
+    if recipe.data or recipe.sources:
+        from firth.lab.plan_text import count_rows
+        from firth.train.dataloader import open_recipe_shards
+
+        text_tokens = count_rows(recipe, open_recipe_shards(recipe)) * recipe.max_seq_length
+    return tokens_to_read(recipe, text_tokens) / max(text_tokens, 1)
 
 
 def tokens_to_read(recipe: Recipe, text_tokens: int) -> float:

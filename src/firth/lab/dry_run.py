@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 
+from firth.lab.plan_text import count_rows
 from firth.models import read_config
 from firth.static.recipe import NgramRecipe, StaticRecipe, WordVectorRecipe, default_epochs
 from firth.tasks import FinetuneRecipe
@@ -28,6 +29,7 @@ from firth.text import Corpus
 from firth.tokens import load_tokenizer
 from firth.train import Recipe
 from firth.train.batch_size import whole_batch_recipe
+from firth.train.dataloader import open_recipe_shards
 from firth.train.distributed import SINGLE_PROCESS, select_device
 from firth.train.recipe import TrainingConfig
 from firth.train.resources import (
@@ -65,15 +67,21 @@ def describe_shards(corpus: Corpus, output_dir: Path) -> dict[str, Any]:
 
 
 def describe_pretraining(recipe: Recipe, data: dict[str, Any], num_tokens: int) -> dict[str, Any]:
-    """Return what a pretraining would read, compute and write; refuse what cannot fit."""
+    """Return what a pretraining would read, compute and write; refuse what cannot fit.
+
+    The rows of shards are counted; a text that is not tokenized yet has about as many as its tokens fill.
+    """
+    rows = math.ceil(num_tokens / recipe.max_seq_length)
+    if recipe.data or recipe.sources:
+        rows = count_rows(recipe, open_recipe_shards(recipe))
     recipe = whole_batch_recipe(recipe)
     estimate = estimate_resources(recipe.model, recipe)
-    rows = math.ceil(num_tokens / recipe.max_seq_length)
     steps = recipe.max_steps or math.ceil(recipe.num_train_epochs * rows / recipe.global_batch_size)
     plan = describe_training(recipe, estimate, steps, None if recipe.checkpoint else num_tokens)
     step_tokens = recipe.global_batch_size * recipe.max_seq_length
     read = plan["steps"] * step_tokens
-    totals = {"tokens_per_step": step_tokens, "tokens_read": read, "passes": read / max(num_tokens, 1)}
+    passes = plan["steps"] * recipe.global_batch_size / max(rows, 1)
+    totals = {"tokens_per_step": step_tokens, "tokens_read": read, "passes": passes}
     return {**data, "vocab_size": recipe.model.vocab_size, **plan, **totals, "learning_rate": recipe.learning_rate}
 
 

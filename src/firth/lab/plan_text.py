@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 from firth.core.console import quiet, say
 from firth.text import Corpus, Document
-from firth.tokens import ShardSet, Tokenizer, open_shards, prepare, train_tokenizer
+from firth.tokens import MixedShards, ShardSet, Tokenizer, open_shards, prepare, train_tokenizer
 from firth.train.dataloader import make_row_dataset
 from firth.train.recipe import Recipe
 
@@ -38,11 +38,16 @@ class TextSample(NamedTuple):
 
 def read_text_facts(recipe: Recipe, shards: ShardSet, scale: float = 1.0, prepare_seconds: float = 0.0) -> TextFacts:
     """Return the facts of a text from its shards, or from those of a sample that is `1 / scale` of it."""
+    counts = shards.num_tokens, shards.num_documents, count_rows(recipe, shards)
+    tokens, documents, rows = (round(scale * count) for count in counts)
+    return TextFacts(tokens, documents, rows, shards.unigram_entropy, scale != 1.0, prepare_seconds)
+
+
+def count_rows(recipe: Recipe, shards: ShardSet | MixedShards) -> int:
+    """Return the rows of one pass over shards: documents with their special tokens, and padding where they end."""
     # The batch is chosen later, and `order: stream` needs one: a single stream has as many rows as several.
     recipe = replace(recipe, per_device_train_batch_size=1, gradient_accumulation_steps=1, processes=1)
-    rows = make_row_dataset(recipe, shards, held_out=False).num_rows
-    tokens, documents, rows = (round(scale * count) for count in (shards.num_tokens, shards.num_documents, rows))
-    return TextFacts(tokens, documents, rows, shards.unigram_entropy, scale != 1.0, prepare_seconds)
+    return make_row_dataset(recipe, shards, held_out=False).num_rows
 
 
 def sample_text(
