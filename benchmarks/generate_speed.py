@@ -1,9 +1,10 @@
 """Compare generation speed with `transformers`: same weights, prompts and number of new tokens, in one process.
 
     python benchmarks/generate_speed.py [--workload NAME ...] [--repeats N] [--tokens N] [--threads N]
-        [--separate] [--profile] [--json]
+        [--sample] [--separate] [--profile] [--json]
 
-Both sides decode greedily from prompts of equal length, always the same number of tokens. They alternate, so that
+Both sides decode greedily from prompts of equal length, always the same number of tokens; with `--sample` they draw
+tokens at a temperature of 0.8, of the 50 likeliest and of 90% of the probability. They alternate, so that
 other load on the machine slows both; the reported ratio is the median over the repeats. On a GPU the weights are in
 bfloat16 and `transformers` has its static KV cache, which compiles the step; on a CPU float32 and the dynamic cache,
 which is faster there. Repeats that compile or capture CUDA graphs are not counted. In float32 both sides must generate
@@ -31,7 +32,7 @@ import transformers
 
 from firth import __version__
 from firth.core.console import format_count, progress, say, show_table
-from firth.generate import generate_ids
+from firth.generate import GenerationConfig, generate_ids
 from firth.generate.device_decode import kept_decodes
 from firth.models import ForcedTokens, Model, ModelConfig, get_preset, make_model, to_hf_config
 from firth.models.hf.convert import to_hf_tensors
@@ -41,6 +42,8 @@ from firth.tokens import Vocabulary
 OURS, THEIRS = "firth", "transformers"
 CHECKED_ROWS, CHECKED_TOKENS = 4, 24  # few: in thousands of choices two tokens may be equally likely
 PROFILED_STEPS = 64
+GREEDY: dict[str, Any] = {"do_sample": False}
+SAMPLED: dict[str, Any] = {"do_sample": True, "temperature": 0.8, "top_k": 50, "top_p": 0.9}
 BART_START_ID = 2
 GenerateFn = Callable[[np.ndarray], list[list[int]]]
 
@@ -118,12 +121,15 @@ def make_sides(workload: Workload, device: torch.device) -> tuple[Model, Any]:
     return model.to(device), theirs.eval().to(device)
 
 
-def our_generate_fn(model: Model, tokens: int) -> GenerateFn:
-    return lambda prompts: generate_ids(model, prompts.tolist(), tokens)
+def our_generate_fn(model: Model, tokens: int, choice: dict[str, Any] = GREEDY) -> GenerateFn:
+    config = GenerationConfig(**{name: value for name, value in choice.items() if name != "do_sample"})
+    return lambda prompts: generate_ids(model, prompts.tolist(), tokens, config)
 
 
-def their_generate_fn(theirs: Any, tokens: int, device: torch.device, static: bool = True) -> GenerateFn:
-    settings = dict(max_new_tokens=tokens, min_new_tokens=tokens, do_sample=False, pad_token_id=0, eos_token_id=None)
+def their_generate_fn(
+    theirs: Any, tokens: int, device: torch.device, static: bool = True, choice: dict[str, Any] = GREEDY
+) -> GenerateFn:
+    settings = choice | dict(max_new_tokens=tokens, min_new_tokens=tokens, pad_token_id=0, eos_token_id=None)
     is_seq2seq = theirs.config.is_encoder_decoder
     if device.type == "cuda" and static:
         settings["cache_implementation"] = "static"
@@ -161,14 +167,24 @@ def time_repeat(generate_fn: GenerateFn, workload: Workload, repeat: int, tokens
 
 
 def measure(
-    name: str, workload: Workload, device: torch.device, repeats: int, tokens: int, warmup: int, profiles: bool = False
+    name: str,
+    workload: Workload,
+    device: torch.device,
+    repeats: int,
+    tokens: int,
+    warmup: int,
+    profiles: bool = False,
+    choice: dict[str, Any] = GREEDY,
 ) -> list[Speed]:
     """Check that both sides generate the same tokens, then time them in alternation."""
     model, theirs = make_sides(workload, device)
     check_same_tokens(name, workload, model, theirs, device)
     if device.type == "cuda":
         model, theirs = model.bfloat16(), theirs.bfloat16()
-    sides = {OURS: our_generate_fn(model, tokens), THEIRS: their_generate_fn(theirs, tokens, device)}
+    sides = {
+        OURS: our_generate_fn(model, tokens, choice),
+        THEIRS: their_generate_fn(theirs, tokens, device, choice=choice),
+    }
     seconds: dict[str, list[float]] = {side: [] for side in sides}
     with progress(name, "repeats", warmup + repeats) as bar:
         for repeat in range(warmup + repeats):
@@ -181,7 +197,13 @@ def measure(
 
 
 def measure_separately(
-    names: Sequence[str], device: torch.device, repeats: int, tokens: int, warmup: int, profiles: bool
+    names: Sequence[str],
+    device: torch.device,
+    repeats: int,
+    tokens: int,
+    warmup: int,
+    profiles: bool,
+    choice: dict[str, Any],
 ) -> list[Speed]:
     """Time our side of all workloads, then the other; print each as soon as it is known."""
     seconds: dict[str, dict[str, list[float]]] = {name: {} for name in names}
@@ -196,14 +218,14 @@ def measure_separately(
     for name in names:
         model, _ = make_sides(WORKLOADS[name], device)
         model = model.bfloat16() if device.type == "cuda" else model
-        time_side(name, OURS, our_generate_fn(model, tokens))
+        time_side(name, OURS, our_generate_fn(model, tokens, choice))
         if profiles:
-            show_profile(name, model, our_generate_fn(model, tokens), random_prompts(WORKLOADS[name], 0))
+            show_profile(name, model, our_generate_fn(model, tokens, choice), random_prompts(WORKLOADS[name], 0))
     for name in names:
         model, theirs = make_sides(WORKLOADS[name], device)
         check_same_tokens(name, WORKLOADS[name], model, theirs, device)
         theirs = theirs.bfloat16() if device.type == "cuda" else theirs
-        time_side(name, THEIRS, their_generate_fn(theirs, tokens, device))
+        time_side(name, THEIRS, their_generate_fn(theirs, tokens, device, choice=choice))
     return [s for name in names for s in summarize_sides(name, WORKLOADS[name], tokens, seconds[name], warmup)]
 
 
@@ -263,6 +285,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--repeats", type=int, default=5, help="timed runs of each side (5)")
     parser.add_argument("--tokens", type=int, help="new tokens per row (64 on a CPU, 256 on a GPU)")
     parser.add_argument("--threads", type=int, help="CPU threads of both sides (torch's default)")
+    parser.add_argument("--sample", action="store_true", help="draw tokens, instead of taking the likeliest")
     parser.add_argument("--separate", action="store_true", help="time our side of all workloads first")
     parser.add_argument("--profile", action="store_true", help="show where our time goes (GPU)")
     parser.add_argument("--json", action="store_true", help="print one JSON object on the last line")
@@ -277,13 +300,15 @@ def main(argv: Sequence[str] | None = None) -> None:
     versions = f"firth {__version__}, transformers {transformers.__version__}, torch {torch.__version__}"
     machine = torch.cuda.get_device_name() if on_gpu else format_count(torch.get_num_threads(), "CPU thread")
     say(f"{versions}, Python {sys.version.split()[0]}; {machine}, {os.cpu_count()} CPUs")
-    say(f"both sides: {tokens} new tokens per row, greedy; transformers with SDPA")
+    how = "sampled by temperature, top-k and top-p" if args.sample else "greedy"
+    say(f"both sides: {tokens} new tokens per row, {how}; transformers with SDPA")
 
     warmup, profiles = 2 if on_gpu else 1, args.profile and on_gpu
+    settings = (device, args.repeats, tokens, warmup, profiles, SAMPLED if args.sample else GREEDY)
     speeds = (
-        measure_separately(names, device, args.repeats, tokens, warmup, profiles)
+        measure_separately(names, *settings)
         if args.separate
-        else [s for n in names for s in measure(n, WORKLOADS[n], device, args.repeats, tokens, warmup, profiles)]
+        else [s for name in names for s in measure(name, WORKLOADS[name], *settings)]
     )
     show_table("Generation speed", ("workload", "side", "tokens/s", "ratio", "quartiles"), map(table_row, speeds))
     if args.json:

@@ -301,12 +301,13 @@ def writing() -> Any:
     return script("generate_speed")
 
 
+@pytest.mark.parametrize("choice", [[], ["--sample"]])
 def test_both_sides_write_the_same_and_are_measured(
-    writing: Any, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    choice: list[str], writing: Any, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setitem(writing.WORKLOADS, "toy", writing.Workload(gpt2(1, 16, 2, 60), batch_size=2, prompt_length=5))
     monkeypatch.setattr(writing.torch.cuda, "is_available", lambda: False)
-    writing.main(["--workload", "toy", "--repeats", "1", "--tokens", "9", "--json"])
+    writing.main(["--workload", "toy", "--repeats", "1", "--tokens", "9", "--json", *choice])
     facts = json.loads(capsys.readouterr().out.splitlines()[-1])
     assert [s["side"] for s in facts["speeds"]] == [writing.OURS, writing.THEIRS]
     assert all(s["tokens_per_second"] > 0 for s in facts["speeds"])
