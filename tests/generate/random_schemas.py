@@ -28,6 +28,8 @@ FORMATS = {
     "time": ("23:59:59Z", "00:00:00+01:00"),
     "date-time": ("2024-02-29T12:30:00Z", "1999-12-31T23:59:59.5+01:00"),
     "ipv4": ("127.0.0.1", "255.255.255.255"),
+    "ipv6": ("2001:db8::1", "::ffff:192.168.0.1"),
+    "hostname": ("localhost", "www.3-com.example"),
     "uuid": ("123e4567-e89b-12d3-a456-426614174000",),
     "email": ("a@b.example", "first.last@host.example"),
 }

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import datetime
+import ipaddress
 import itertools
 import json
 import random
@@ -21,7 +22,7 @@ from firth import api
 from firth.core.errors import UserError
 from firth.generate import GenerationConfig, generate_results, stream_text
 from firth.generate.constraint import Constraint, MaskRequest, TokenMasks, make_constraint, unpack_masks
-from firth.generate.grammar import import_llguidance, read_grammar
+from firth.generate.grammar import byte_matcher, import_llguidance, read_grammar
 from firth.models import Model, ModelConfig, get_eos_token_ids, make_model
 from firth.models.config import LearnedPosition
 from firth.models.presets import bart, gpt2, llama, t5_v1_1
@@ -254,6 +255,77 @@ def test_days_of_a_time(tokenizers: dict[str, Tokenizer]) -> None:
                 is_day = False
             ids = tokenizers["byte-bpe"].encode(f'"{text}T12:00:00Z"')
             assert constraint.facts(ids)["complete"] == is_day, text
+
+
+LABELS = ".".join(["a" * 63] * 3)  # 191 characters
+
+
+@pytest.mark.parametrize(
+    ("name", "valid", "invalid"),
+    [
+        (
+            "time",
+            ["23:59:60Z", "23:59:60.5z", "23:59:60+00:00", "15:59:60-08:00", "00:59:60+01:00", "12:30:59+05:30"],
+            ["22:59:60Z", "23:58:60Z", "23:59:60+01:00", "15:59:60+08:00", "00:59:60-01:00", "23:59:61Z", "12:30:60Z"],
+        ),
+        (
+            "date-time",
+            ["2016-12-31T23:59:60Z", "1990-12-31T15:59:60-08:00", "2024-02-29t00:00:00.25+14:00"],
+            ["2016-12-31T23:58:60Z", "1990-12-31T23:59:60-08:00", "2023-02-29T23:59:60Z"],
+        ),
+        (
+            "hostname",
+            ["a", "3com.example", "a-b.c--d", "a" * 63, f"{LABELS}.{'b' * 61}", "a." * 126 + "b"],
+            ["", "a" * 64, f"{LABELS}.{'b' * 62}", "a." * 126 + "bb", "-a.b", "a-.b", "a..b", "a.", ".a", "a_b", "ä.b"],
+        ),
+        (
+            "ipv6",
+            ["::ffff:192.168.0.1", "64:ff9b::255.255.255.255", "1:2:3:4:5:6:0.0.0.0", "::", "2001:db8::A"],
+            [
+                "::ffff:192.168.0.256",
+                "::ffff:192.168.01.1",
+                "::1.2.3",
+                "1.2.3.4",
+                "1.2.3.4::",
+                "::12345",
+                "fe80::1%eth0",
+            ],
+        ),
+    ],
+    ids=["time", "date-time", "hostname", "ipv6"],
+)
+def test_formats(name: str, valid: list[str], invalid: list[str]) -> None:
+    """The rules of RFC 3339, 1123 and 4291, which packages for JSON Schema check in part only."""
+    accepted = accepted_by({"type": "string", "format": name}, [*valid, *invalid])
+    assert accepted == [True] * len(valid) + [False] * len(invalid)
+
+
+def accepted_by(schema: dict[str, Any], values: list[str]) -> list[bool]:
+    grammar = read_grammar(GenerationConfig(json_schema=schema))
+    assert grammar is not None
+    found = []
+    for value in values:
+        text, matcher = json.dumps(value, ensure_ascii=False).encode(), byte_matcher(grammar)
+        found.append(matcher.try_consume_tokens(list(text)) == len(text) and matcher.is_accepting())
+    return found
+
+
+def test_every_form_of_an_ipv6_address() -> None:
+    """All numbers of groups before and after "::", or without it, alone and before an IPv4 address."""
+    forms = [
+        (":".join(["ab0"] * left) + between + ":".join(["1"] * right + tail))
+        for left, right in itertools.product(range(9), repeat=2)
+        for between in ("::", ":", "")
+        for tail in ([], ["10.0.255.1"])
+    ]
+    assert accepted_by({"type": "string", "format": "ipv6"}, forms) == [is_ipv6(form) for form in forms]
+
+
+def is_ipv6(text: str) -> bool:
+    try:
+        return bool(ipaddress.IPv6Address(text))
+    except ValueError:
+        return False
 
 
 @pytest.mark.slow

@@ -30,12 +30,43 @@ SCHEMA_LIST_KEYWORDS = ("anyOf", "allOf", "oneOf", "prefixItems", "items")
 DEFINITIONS = ("$defs", "definitions")
 SCHEMA_MAP_KEYWORDS = ("properties", "patternProperties", "dependentSchemas", *DEFINITIONS)
 
-# llguidance's own pattern permits 29 February in every year, and a year 0, which most programs refuse.
+# Rules beside llguidance's own patterns of formats. Those permit 29 February in every year, and a year 0, which most
+# programs refuse.
 LEAP_YEAR = "([0-9]{2}(0[48]|[2468][048]|[13579][26])|(0[48]|[2468][048]|[13579][26])00)"
 REAL_DATE = (
     f"^({LEAP_YEAR}-02-29|(000[1-9]|00[1-9][0-9]|0[1-9][0-9]{{2}}|[1-9][0-9]{{3}})-("
     "(0[13578]|1[02])-(0[1-9]|[12][0-9]|3[01])|(0[469]|11)-(0[1-9]|[12][0-9]|30)|02-(0[1-9]|1[0-9]|2[0-8])))"
 )
+# They permit a second 60 in any minute. RFC 3339 (section 5.7) has it at 23:59:60 UTC alone, which is 15:59:60-08:00.
+# Zones with minutes, as +05:30, get no leap seconds: 2,832 more alternatives come near llguidance's limit for a step.
+LEAP_SECONDS = "|".join(
+    f"{hour:02}:59:60(\\.[0-9]+)?({'[zZ]|' if hour == 23 else ''}[+]{(hour + 1) % 24:02}:00|-{23 - hour:02}:00)"
+    for hour in range(24)
+)
+REAL_SECOND = f"^([0-9-]+[tT])?([0-9]+:[0-9]+:[0-5].*|{LEAP_SECONDS})$"
+# They bound the labels of a host name, not their sum: 255 octets with the length of each label (RFC 1035, 2.3.4).
+MAX_HOSTNAME_CHARS = 253
+# They have no IPv4 address in place of the last two groups (RFC 4291, 2.2). This is the grammar of RFC 3986, 3.2.2.
+BYTE = "(25[0-5]|2[0-4][0-9]|1[0-9]{2}|[1-9]?[0-9])"
+GROUP = "[0-9a-fA-F]{1,4}"
+LAST_GROUPS = f"({GROUP}:{GROUP}|({BYTE}[.]){{3}}{BYTE})"
+IPV6 = "|".join(
+    [
+        f"({GROUP}:){{6}}{LAST_GROUPS}",
+        f"::({GROUP}:){{5}}{LAST_GROUPS}",
+        *(f"(({GROUP}:){{0,{n}}}{GROUP})?::({GROUP}:){{{4 - n}}}{LAST_GROUPS}" for n in range(5)),
+        f"(({GROUP}:){{0,5}}{GROUP})?::{GROUP}",
+        f"(({GROUP}:){{0,6}}{GROUP})?::",
+    ]
+)
+FORMAT_RULES: dict[str, list[dict[str, Any]]] = {
+    "date": [{"pattern": REAL_DATE}],
+    "date-time": [{"pattern": REAL_DATE}, {"pattern": REAL_SECOND}],
+    "time": [{"pattern": REAL_SECOND}],
+    "hostname": [{"maxLength": MAX_HOSTNAME_CHARS}],
+    "ipv6": [{"pattern": f"^({IPV6})$"}],
+}
+REPLACED_FORMATS = ("ipv6",)  # where llguidance's own pattern permits too little
 
 
 class Grammar(NamedTuple):
@@ -102,29 +133,31 @@ def read_schema(kind: str, value: Any) -> dict[str, Any]:
     if not isinstance(given, dict):
         raise UserError(f"{kind}: #/x-guidance must be an object of options, and is {quote(shorten(repr(given)))}.")
     options = {"whitespace_pattern": JSON_WHITESPACE, **given}
-    return {"json_schema": {**with_real_dates(value), "x-guidance": options}}
+    return {"json_schema": {**with_exact_formats(value), "x-guidance": options}}
 
 
-def with_real_dates(part: Any) -> Any:
-    """Return a part of a schema, with a pattern wherever the format is a date: 29 February only in leap years.
+def with_exact_formats(part: Any) -> Any:
+    """Return a part of a schema, with `FORMAT_RULES` wherever a format has some.
 
-    >>> sorted(with_real_dates({"items": {"format": "date"}})["items"])
-    ['allOf', 'format']
+    >>> with_exact_formats({"items": {"format": "hostname"}})["items"]
+    {'format': 'hostname', 'allOf': [{'maxLength': 253}]}
     """
     if not isinstance(part, dict):
         return part
     changed = {}
     for key, value in part.items():
         if key in SCHEMA_LIST_KEYWORDS and isinstance(value, list):
-            value = [with_real_dates(inner) for inner in value]
+            value = [with_exact_formats(inner) for inner in value]
         elif key in SCHEMA_MAP_KEYWORDS and isinstance(value, dict):
-            value = {name: with_real_dates(inner) for name, inner in value.items()}
+            value = {name: with_exact_formats(inner) for name, inner in value.items()}
         elif key in SCHEMA_KEYWORDS:
-            value = with_real_dates(value)
+            value = with_exact_formats(value)
         changed[key] = value
-    others = changed.get("allOf", [])
-    if part.get("format") in ("date", "date-time") and isinstance(others, list):
-        changed["allOf"] = [*others, {"pattern": REAL_DATE}]
+    name, others = str(part.get("format")), changed.get("allOf", [])
+    if name in FORMAT_RULES and isinstance(others, list):
+        changed["allOf"] = [*others, *FORMAT_RULES[name]]
+        if name in REPLACED_FORMATS:
+            del changed["format"]
     return changed
 
 
