@@ -437,6 +437,25 @@ def test_a_dry_run_plans_and_writes_nothing(corpus_file: Path, tmp_path: Path) -
     assert not (tmp_path / "run").exists()
 
 
+@pytest.mark.usefixtures("small_ladder")
+def test_without_a_budget_the_plan_is_that_of_pretrain(
+    shards: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """30 minutes where the size is planned, 3 passes of a preset; the help says so."""
+    clock = FakeClock(0.02, 0.003)
+    monkeypatch.setattr(planner, "time", clock)
+    monkeypatch.setattr(planner, "train_step", clock.step)
+    plan = api.plan("bert-tiny", shards, max_seq_length=32)
+    assert plan["command"].endswith("--num-train-epochs 3")
+    dry = api.pretrain("bert-tiny", shards, tmp_path / "run", max_seq_length=32, dry_run=True)
+    assert dry["steps"] == plan["chosen"]["steps"]
+    assert dry["passes"] == pytest.approx(plan["chosen"]["passes"])
+    options = DataOptions(0, False, 0.05, {})
+    assert plan_pretraining("encoder", shards, tmp_path, None, None, options, None, None, {}).recipe.minutes == 30
+    app(["plan", "--help"], standalone_mode=False)
+    assert "[default: 30, and for a preset 3 passes" in " ".join(capsys.readouterr().out.split())
+
+
 def test_contiguous_rows_are_counted_before_a_batch_is_chosen(shards: Path, tmp_path: Path) -> None:
     result = api.pretrain("bert-tiny", shards, tmp_path / "run", order="stream", eval_rows=10**18, dry_run=True)
     assert result["steps"] > 0

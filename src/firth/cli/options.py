@@ -294,7 +294,11 @@ class PlanOptions(TextOptions, JsonOptions):
         argument=True,
     )
     data: list[str] | None = option(None, "Plan for these shards, or for this text.", "PATH", required=True)
-    minutes: float | None = option(None, "Plan for a run of this many minutes. Default: 30.", topic=BUDGET)
+    minutes: float | None = option(
+        None,
+        "Plan for a run of this many minutes. Default: 30, and for a preset 3 passes, as `firth pretrain`.",
+        topic=BUDGET,
+    )
     passes: float | None = option(None, "Plan for this many passes over the text, whatever they take.", topic=BUDGET)
     tokens: float | None = option(None, "Plan for a run that reads this many tokens.", topic=BUDGET)
     tokenizer: str | None = option(None, "Use the tokenizer in this folder. Default: train one.", "FOLDER")

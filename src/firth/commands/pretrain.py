@@ -162,8 +162,9 @@ def plan(
     """Plan a pretraining: size and settings of the best model for a text, a budget and this machine.
 
     `model` is "encoder", "decoder", "encoder-decoder" or a preset. The budget is `minutes`, `passes` over the text or
-    `tokens` to read; 30 minutes without one. `options` are fields of the recipe, and arguments of Corpus. The result
-    has `chosen` with its expected time, memory and held-out loss, `smaller` and `larger` beside it, and `command`.
+    `tokens` to read. Without one it is that of `pretrain`: 30 minutes, or 3 passes of a preset. `options` are fields of
+    the recipe, and arguments of Corpus. The result has `chosen` with its expected time, memory and held-out loss,
+    `smaller` and `larger` beside it, and `command`.
 
     `fit` fits a scaling law to six or more finished runs instead, and writes plan.html to `output_dir`.
     """
