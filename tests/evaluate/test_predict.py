@@ -39,6 +39,8 @@ TASK_FACTS: dict[str, dict[str, Any]] = {
     "classify": {"labels": ["animal", "place"]},
     "pair": {"labels": ["no", "yes"]},
     "regress": {"texts": 1},
+    "relation": {"labels": ["none", "owns"]},
+    "word-in-context": {"labels": ["false", "true"]},
     "tag": {"labels": ["B-PER", "I-PER", "O"]},
     "span-qa": {"unanswerable": True, "threshold": 0.999},
     "choice": {},
@@ -75,12 +77,18 @@ def topics(tuned: Ask) -> Path:
     return tuned("classify")
 
 
+RELATED = {"text": "Anna saw the cat", "head": [0, 4], "tail": [13, 16]}
+SENSES = {"word": "cat", "text_a": "We saw the cat", "text_b": "The cat slept"}
 INPUTS: list[tuple[str, str, Any, set[str]]] = [
     ("classify", "bert", "We saw the cat", {"label", "probability", "probabilities"}),
     ("classify", "gpt2", {"text": "We saw the cat", "label": "animal"}, {"label", "probability", "probabilities"}),
     ("classify", "t5", "We saw the cat", {"label", "probability", "probabilities"}),
     ("pair", "bert", ["We saw", "the cat"], {"label", "probability", "probabilities"}),
     ("regress", "bert", "We saw the cat", {"score"}),
+    ("relation", "bert", {**RELATED, "label": "owns"}, {"label", "probability", "probabilities"}),
+    ("relation", "gpt2", RELATED, {"label", "probability", "probabilities"}),
+    ("word-in-context", "bert", {**SENSES, "label": True}, {"label", "probability", "probabilities"}),
+    ("word-in-context", "gpt2", SENSES, {"label", "probability", "probabilities"}),
     ("tag", "bert", "Anna's cat saw the river.", {"spans"}),
     ("tag", "bert", {"tokens": ["Anna", "saw", "it"]}, {"spans"}),
     ("span-qa", "bert", ["Who saw it?", "Anna saw the cat."], {"answer", "start", "end", "probability"}),
@@ -113,6 +121,41 @@ def test_equal_to_evaluation_in_any_order_and_batch(topics: Path, sentences: lis
         assert [r["label"] for r in records] == [e["prediction"] for e in expected]
         for record, line in zip(records, expected, strict=True):
             assert record["probabilities"] == pytest.approx(line["scores"], abs=1e-5)
+
+
+MARKED = {
+    "relation": [
+        {"text": "Anna saw the cat", "head": [0, 4], "tail": [13, 16], "label": "owns"},
+        {"text": "Anna saw the cat", "head": [13, 16], "tail": [0, 4], "label": "none"},
+        {"tokens": ["The", "cat", "saw", "Anna"], "head": [3, 4], "tail": [1, 2], "label": "none"},
+    ],
+    "word-in-context": [
+        {"word": "cat", "text_a": "We saw the cat", "text_b": "The cat slept", "label": "true"},
+        {"word": "saw", "text_a": "We saw the cat", "text_b": "Anna saw the river", "label": "true"},
+        {"text_a": "We saw the cat", "text_b": "a river", "span_a": [11, 14], "span_b": [2, 7], "label": "false"},
+    ],
+}
+
+
+@pytest.mark.parametrize("task", MARKED)
+@pytest.mark.parametrize("family", ["bert", "gpt2"])
+def test_marked_words(tuned: Ask, tmp_path: Path, task: str, family: str) -> None:
+    """The same as `firth evaluate`, which spans are marked decides, and a text without marks is refused."""
+    folder, data = tuned(task, family), tmp_path / "rows.jsonl"
+    data.write_text("".join(json.dumps(row) + "\n" for row in MARKED[task]), encoding="utf-8")
+    firth.evaluate(folder, task=task, data=str(data), output_dir=tmp_path / "out")
+    expected = [json.loads(line) for line in (tmp_path / "out/predictions.jsonl").read_text().splitlines()]
+    predictor = Predictor(folder, batch_size=2)
+    records = predictor.predict(MARKED[task])
+    assert [r["label"] for r in records] == [e["prediction"] for e in expected]
+    for record, line in zip(records, expected, strict=True):
+        assert record["probabilities"] == pytest.approx(line["scores"], abs=1e-5)
+        assert (
+            record["probability"] == record["probabilities"][record["label"]] == max(record["probabilities"].values())
+        )
+    assert records[0]["probabilities"] != records[1]["probabilities"]
+    with pytest.raises(UserError, match=f"Input 1: the task {task} needs marked words. Give records with .*text"):
+        predictor.predict(["Anna saw the cat"])
 
 
 @pytest.mark.parametrize("task", ["text-classification", "token-classification"])
