@@ -91,7 +91,11 @@ class GenerationConfig:
     early_stopping: bool = setting(False, "End the search as soon as there are --num-beams finished texts.")
     num_return_sequences: int = setting(1, "Return this many texts for each prompt.")
     stop: Sequence[str] = setting((), "End before this text. Repeat it for more.")
-    seed: int = setting(0, "Seed the sampling.")
+    seed: int = setting(
+        0,
+        "Seed the sampling. In float32 a seed gives the same text in batches of any size; in bfloat16 another batch "
+        "rounds differently, and a text may change.",
+    )
     json_schema: str | Mapping[str, Any] | None = setting(None, "Write JSON that this JSON schema allows.", "", "FILE")
     regex: str | None = setting(None, "Write a text that matches this regular expression as a whole.", "", "REGEX")
     choices: str | Sequence[str] | None = setting(None, "Write one of these texts.", "", "A,B,C")
