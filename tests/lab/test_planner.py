@@ -475,6 +475,68 @@ def test_a_sample_stands_for_a_long_text(corpus_file: Path, tmp_path: Path, monk
     assert sample.scale == pytest.approx(3, rel=0.3)
 
 
+@pytest.fixture
+def dataset(tmp_path: Path) -> str:
+    """A dataset of 9,000 short documents that does not publish its size."""
+    pytest.importorskip("datasets")
+    import pyarrow
+    import pyarrow.parquet
+
+    texts = [f"{i} the heron and the otter walked {i % 7} miles" for i in range(9000)]
+    (tmp_path / "set" / "data").mkdir(parents=True)
+    pyarrow.parquet.write_table(
+        pyarrow.table({"text": texts}), tmp_path / "set" / "data" / "train-00000-of-00001.parquet"
+    )
+    return f"hf:{tmp_path}/set"
+
+
+def publish_rows(dataset: str, num_rows: int) -> None:
+    Path(dataset.removeprefix("hf:"), "README.md").write_text(
+        "---\ndataset_info:\n  features:\n  - {name: text, dtype: string}\n"
+        f"  splits:\n  - {{name: train, num_bytes: 10, num_examples: {num_rows}}}\n  dataset_size: 10\n---\n"
+    )
+
+
+def test_a_dataset_is_planned_for_its_own_size(dataset: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Counted where it is not published, by its rows where they are: both give what the whole text has."""
+
+    def facts(folder: str) -> TextFacts:
+        args = ("wordpiece", 300, False)
+        sample = plan_text.sample_text(Corpus([dataset]), None, args, 0.05, tmp_path / folder)
+        recipe = pretraining_recipe(get_preset("bert-tiny"), per_device_train_batch_size=0)
+        return plan_text.read_text_facts(recipe, sample.shards, sample.scale)
+
+    whole = facts("whole")
+    monkeypatch.setattr(plan_text, "SAMPLE_CHARS", 100_000)
+    counted = facts("counted")
+    publish_rows(dataset, 9000)
+    monkeypatch.setattr("firth.text.corpus.MAX_COUNTED_BYTES", 0)
+    published = facts("published")
+    for found in (counted, published):
+        assert found.is_estimated
+        assert found[:3] == pytest.approx(whole[:3], rel=0.05)
+
+
+def test_no_plan_is_made_for_an_unknown_size(dataset: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A dry run says the least that there is, as long as the run reads no more than that."""
+    monkeypatch.setattr(plan_text, "SAMPLE_CHARS", 100_000)
+    monkeypatch.setattr("firth.text.corpus.MAX_COUNTED_BYTES", 200_000)
+    message = r"size unknown\. It is not published, and more follow after the first [\d,]+ documents \(200\.0 kB\)"
+    for plan in (
+        lambda: api.plan("encoder", dataset, minutes=1),
+        lambda: api.pretrain("encoder", dataset, tmp_path / "run", minutes=1, dry_run=True),
+        lambda: api.pretrain("bert-tiny", dataset, tmp_path / "run", dry_run=True),
+        lambda: api.pretrain("bert-tiny", dataset, tmp_path / "run", max_steps=100, dry_run=True),
+        lambda: api.pretrain("word2vec", dataset, tmp_path / "run", dry_run=True),
+    ):
+        with pytest.raises(UserError, match=message):
+            plan()
+    dry = api.pretrain("bert-tiny", dataset, tmp_path / "run", max_steps=2, dry_run=True)
+    assert dry["tokens_at_least"] == pytest.approx(50_000, rel=0.01)
+    assert 0 < dry["passes_at_most"] <= 1
+    assert not dry.keys() & {"passes", "estimated_tokens", "text_bytes"}
+
+
 @pytest.mark.parametrize(
     ("words", "message"),
     [

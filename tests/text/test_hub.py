@@ -10,7 +10,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from firth.core.errors import UserError
-from firth.text.corpus import Corpus, Document
+from firth.text.corpus import Corpus, Document, TextCount
 from firth.text.hub import HubAddress, parse_hub_address
 
 datasets = pytest.importorskip("datasets")
@@ -60,6 +60,25 @@ def test_missing_datasets_raise(folder: Path) -> None:
     assert "row 1: no column 'texts'; there are: text, body, n" in refusal(f"hf:{folder}#texts")
     (folder / "data" / "train-00000-of-00001.parquet").write_bytes(b"PAR1 no more")
     assert "A dataset folder has .parquet, .jsonl, .csv or .txt files" in refusal(f"hf:{folder}")
+
+
+def test_the_size_of_a_dataset(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """That of the split, where it is published; otherwise the documents are counted, and a long text not to its end."""
+    corpus = Corpus([f"hf:{folder}"])
+    assert (corpus.is_size_known, corpus.share_read) == (False, None)
+    assert corpus.counted == TextCount(2, len("onetw\u2028o".encode()), is_all=True)
+    monkeypatch.setattr("firth.text.corpus.MAX_COUNTED_BYTES", 2)
+    assert Corpus([f"hf:{folder}"]).counted == TextCount(1, 3, is_all=False)
+    (folder / "README.md").write_text(
+        "---\ndataset_info:\n  features:\n  - {name: text, dtype: string}\n  - {name: body, dtype: string}\n"
+        "  - {name: n, dtype: int64}\n  splits:\n  - {name: train, num_bytes: 60, num_examples: 3}\n"
+        "  - {name: test, num_bytes: 20, num_examples: 1}\n  dataset_size: 80\n---\n"
+    )
+    corpus = Corpus([f"hf:{folder}:test"])
+    assert (corpus.is_size_known, corpus.text_bytes) == (True, 20)
+    corpus = Corpus([f"hf:{folder}"])
+    next(iter(corpus))
+    assert corpus.share_read == pytest.approx(1 / 3)
 
 
 def test_several_configurations(folder: Path) -> None:

@@ -62,7 +62,10 @@ class DataSource(NamedTuple):
         return [*sources, *([self.tokenizer_path] if self.tokenizer_path else [])]
 
     def describe(self) -> tuple[dict[str, Any], int, int]:
-        """Return what is read, its tokens (those of text are estimated) and the size of the vocabulary."""
+        """Return what is read, its tokens (those of text are estimated) and the size of the vocabulary.
+
+        Of a text whose size is unknown the tokens are the least that it has.
+        """
         from firth.lab.dry_run import describe_text
 
         if self.corpus is None:
@@ -75,7 +78,7 @@ class DataSource(NamedTuple):
             )
         data, default = describe_text(self.corpus), default_vocab_size(self.corpus.text_bytes)
         vocab = self.tokenizer.vocab.size if self.tokenizer else self.new_tokenizer_args[1] or default
-        return data, data["estimated_tokens"], vocab
+        return data, data.get("estimated_tokens") or data.get("tokens_at_least", 0), vocab
 
     def source_record(self, corpus: Corpus) -> dict[str, Any]:
         """Everything that the shards depend on, as written to source.json."""

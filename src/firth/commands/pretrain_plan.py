@@ -36,6 +36,7 @@ from firth.train.recipe import Recipe, read_yaml_mapping
 
 if TYPE_CHECKING:
     from firth.lab.planner import Planner
+    from firth.text import Corpus
     from firth.tokens import ShardSet
 
 
@@ -87,12 +88,27 @@ class PretrainPlan:
         config = recipe.model if self.keeps_vocab_size else replace(recipe.model, vocab_size=vocab)
         recipe = replace(recipe, model=config)
         if self.data_source.corpus is not None:
-            return describe_pretraining(self.choose_batch(recipe, num_tokens), data, num_tokens)
+            return self.describe_text_run(recipe, data, num_tokens, self.data_source.corpus)
         shards = {name: str(folder) for name, folder in self.data_source.by_name.items()}
         recipe = self.choose_batch(with_shards(recipe, shards), num_tokens)
         if self.is_new_preset:
             warn_of_misfit(recipe, self, shards)
         return describe_pretraining(recipe, data, num_tokens)
+
+    def describe_text_run(
+        self, recipe: Recipe, data: dict[str, Any], num_tokens: int, corpus: Corpus
+    ) -> dict[str, Any]:
+        """The same for a text. If its size is unknown the run must end within the part that was counted."""
+        from firth.lab.dry_run import describe_pretraining
+        from firth.lab.plan_text import unknown_size_error
+
+        is_bound = "tokens_at_least" in data
+        if is_bound and not (recipe.minutes or recipe.max_steps):
+            raise unknown_size_error(corpus)
+        found = describe_pretraining(self.choose_batch(recipe, num_tokens), data, num_tokens)
+        if is_bound and found["passes"] > 1:
+            raise unknown_size_error(corpus)
+        return {"passes_at_most" if is_bound and name == "passes" else name: value for name, value in found.items()}
 
     def describe_planned(self, data: dict[str, Any]) -> dict[str, Any]:
         """The same for a size that is planned, from a sample of the text."""

@@ -53,10 +53,13 @@ def pretrain_static(
     source = open_data_source(sources, tokenizer, data_options, new_tokenizer_args)
     if dry_run:
         from firth.lab.dry_run import describe_static_training
+        from firth.lab.plan_text import unknown_size_error
         from firth.train.folder import check_run_folder
 
         check_run_folder(Path(recipe.output_dir), resume, overwrite, source.inputs)
         text, num_tokens, vocab = source.describe()
+        if source.corpus is not None and "tokens_at_least" in text:
+            raise unknown_size_error(source.corpus)
         return {"dry_run": True, **describe_static_training(recipe, text, num_tokens, vocab)}
     from firth.evaluate.card import write_static_card
     from firth.evaluate.neighbours import (

@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from firth.lab.plan_text import count_rows
+from firth.lab.plan_text import count_rows, measure_text
 from firth.models import read_config
 from firth.static.recipe import NgramRecipe, StaticRecipe, WordVectorRecipe, default_epochs
 from firth.tasks import FinetuneRecipe
@@ -46,13 +46,16 @@ BYTES_PER_SHARD_TOKEN = 2.25  # uint16, and two bits: starts a word, ends a sent
 
 
 def describe_text(corpus: Corpus) -> dict[str, Any]:
-    """Return the files and the size of a text, and its number of tokens, estimated."""
-    return {
-        "reads": list(map(str, corpus.paths)),
-        "files": len(corpus.files),
-        "text_bytes": corpus.text_bytes,
-        "estimated_tokens": corpus.text_bytes // BYTES_PER_TOKEN,
-    }
+    """Return the files and the size of a text, and its number of tokens, estimated; or the least that both are.
+
+    The size of a dataset may be unknown: not published, and too large to count.
+    """
+    facts = {"reads": list(map(str, corpus.paths)), "files": len(corpus.files)}
+    if corpus.is_size_known or corpus.counted.is_all:
+        text_bytes = measure_text(corpus)
+        return {**facts, "text_bytes": text_bytes, "estimated_tokens": text_bytes // BYTES_PER_TOKEN}
+    text_bytes = corpus.counted.text_bytes
+    return {**facts, "text_at_least_bytes": text_bytes, "tokens_at_least": text_bytes // BYTES_PER_TOKEN}
 
 
 def free_disk_bytes(folder: Path) -> int:
@@ -62,8 +65,10 @@ def free_disk_bytes(folder: Path) -> int:
 def describe_shards(corpus: Corpus, output_dir: Path) -> dict[str, Any]:
     """Return what `prepare` would read and write."""
     text = describe_text(corpus)
-    disk = round(BYTES_PER_SHARD_TOKEN * text["estimated_tokens"])
-    return {**text, "writes": str(output_dir), "disk_bytes": disk, "free_disk_bytes": free_disk_bytes(output_dir)}
+    is_known = "estimated_tokens" in text
+    disk = round(BYTES_PER_SHARD_TOKEN * text["estimated_tokens" if is_known else "tokens_at_least"])
+    writes = {"writes": str(output_dir), "disk_bytes" if is_known else "disk_at_least_bytes": disk}
+    return {**text, **writes, "free_disk_bytes": free_disk_bytes(output_dir)}
 
 
 def describe_pretraining(recipe: Recipe, data: dict[str, Any], num_tokens: int) -> dict[str, Any]:

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
 
-from firth.core.console import quiet, say
+from firth.core.console import format_count, quiet, say
+from firth.core.errors import UserError
+from firth.core.files import format_bytes
 from firth.text import Corpus, Document
 from firth.tokens import MixedShards, ShardSet, Tokenizer, open_shards, prepare, train_tokenizer
 from firth.train.dataloader import make_row_dataset
@@ -32,7 +33,7 @@ class TextSample(NamedTuple):
     """The shards of the first documents of a text."""
 
     shards: ShardSet
-    scale: float  # the whole text over the sample, by bytes; 1: the sample is all of it
+    scale: float  # the whole text over the sample, by bytes or rows; 1: the sample is all of it
     prepare_seconds: float  # that the whole text will take
 
 
@@ -62,26 +63,41 @@ def sample_text(
     `new_tokenizer_args` are kind, size and case of a new tokenizer. The seconds of the whole text are those of the
     sample, times its size.
     """
-    start, share = time.monotonic(), 1.0
-
-    def read_sample() -> Iterator[Document]:
-        nonlocal share
-        characters = 0
+    start, documents, characters, share = time.monotonic(), list[Document](), 0, 1.0
+    with quiet():
         for document in corpus:
-            yield document
+            documents.append(document)
             characters += sum(map(len, document.texts))
             if characters >= SAMPLE_CHARS:
-                share = (corpus.bytes_read or corpus.total_bytes) / max(corpus.total_bytes, 1)
-                return
-
-    with quiet():
-        documents = list(read_sample())
+                share = corpus.share_read or 0.0
+                break
         if tokenizer is None:
             texts = (text for document in documents for text in document.texts)
             tokenizer = train_tokenizer(texts, *new_tokenizer_args, normalize=corpus.cleaner.normalize)
         prepare(documents, tokenizer, folder / "sample", held_out)
-    scale = 1 / min(max(share, 1e-9), 1.0)
-    seconds = scale * (time.monotonic() - start)
+    seconds = time.monotonic() - start
+    share = share or sum(document.num_bytes for document in documents) / measure_text(corpus)
+    scale = 1 / min(share, 1.0)
     if scale > 1:
         say(f"tokens are estimated from the first {SAMPLE_CHARS / 1e6:.0f}M characters, {share:.1%} of the text")
-    return TextSample(open_shards(folder / "sample"), scale, seconds)
+    return TextSample(open_shards(folder / "sample"), scale, scale * seconds)
+
+
+def measure_text(corpus: Corpus) -> int:
+    """Return the bytes of a text. Those of a dataset that does not publish its size are counted, up to a limit."""
+    if corpus.is_size_known:
+        return corpus.text_bytes
+    if not corpus.counted.is_all:
+        raise unknown_size_error(corpus)
+    return corpus.counted.text_bytes
+
+
+def unknown_size_error(corpus: Corpus) -> UserError:
+    """Return the error of a plan that depends on the size of a text which is too long to count."""
+    names = ", ".join(dataset.path for dataset in corpus.datasets if not dataset.size_bytes)
+    documents = format_count(corpus.counted.documents, "document")
+    return UserError(
+        f"{names}: size unknown. It is not published, and more follow after the first {documents} "
+        f"({format_bytes(corpus.counted.text_bytes)}). A plan depends on it: make shards with `firth prepare`, and "
+        "give their folder as --data."
+    )

@@ -61,6 +61,7 @@ CORPUS_OPTIONS = ("documents", "columns", "encoding", "keep_mail", *(f.name for 
 TEXT_PAIR_COLUMNS = ("text_a", "text_b")
 MAX_WHOLE_FILE_CHARS = 2**20  # characters; a shorter file in a folder is one document
 MAX_DOCUMENT_CHARS = MAX_WHOLE_FILE_CHARS  # characters, about two novels; a longer document is split to bound memory
+MAX_COUNTED_BYTES = 128_000_000  # of a text whose size is not published: up to half a minute of reading
 
 
 class CorpusFile(NamedTuple):
@@ -69,6 +70,14 @@ class CorpusFile(NamedTuple):
     path: Path
     is_user_named: bool
     display_name: str
+
+
+class TextCount(NamedTuple):
+    """The documents of a text, counted by reading them."""
+
+    documents: int
+    text_bytes: int
+    is_all: bool  # False: more follow
 
 
 class Corpus:
@@ -152,6 +161,31 @@ class Corpus:
     def bytes_read(self) -> int | None:
         """Bytes read so far, of `total_bytes`; None if a dataset does not report them."""
         return None if self.datasets else self.read_progress.bytes_read
+
+    @property
+    def share_read(self) -> float | None:
+        """Share of the text read so far: of the bytes, or of the rows that a dataset publishes; None if unknown."""
+        if not self.datasets:
+            return self.read_progress.bytes_read / max(self.total_bytes, 1)
+        dataset = self.datasets[0]
+        return dataset.rows_read / dataset.num_rows if len(self.paths) == 1 and dataset.num_rows else None
+
+    @property
+    def is_size_known(self) -> bool:
+        """Whether `text_bytes` is the size of all of the text: a dataset need not publish its own."""
+        return all(dataset.size_bytes for dataset in self.datasets)
+
+    @cached_property
+    def counted(self) -> TextCount:
+        """Size of the text by reading it, for datasets that do not publish theirs; a long text is not read whole."""
+        documents = text_bytes = 0
+        with progress("counting the text", "documents") as p:
+            for document in self:
+                documents, text_bytes = documents + 1, text_bytes + document.num_bytes
+                p.advance()
+                if text_bytes > MAX_COUNTED_BYTES:
+                    return TextCount(documents, text_bytes, is_all=False)
+        return TextCount(documents, text_bytes, is_all=True)
 
     def __iter__(self) -> Iterator[Document]:
         yield from self.iter_documents()

@@ -22,6 +22,10 @@ class Document(NamedTuple):
         """The text, or both texts of a pair."""
         return (self.text,) if self.text_pair is None else (self.text, self.text_pair)
 
+    @property
+    def num_bytes(self) -> int:
+        return sum(len(text.encode()) for text in self.texts)
+
 
 class AnswerSpan(NamedTuple):
     """A span of a context that answers a question: `context[start : start + len(text)] == text`."""

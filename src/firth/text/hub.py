@@ -44,6 +44,7 @@ class HubDataset:
         self.path = path
         self.address = parse_hub_address(path)
         self.datasets_module = import_optional("datasets", f"{path}: reading datasets")
+        self.rows_read = 0
 
     @property
     def column(self) -> str | None:
@@ -78,18 +79,30 @@ class HubDataset:
         return self._call_datasets(self.datasets_module.load_dataset, self.config, split=self.split, streaming=True)
 
     @property
-    def size_bytes(self) -> int:
-        """Size of the dataset if it is published, otherwise 0."""
+    def published_split(self) -> Any:
+        """What the dataset publishes of this split, with `num_examples` and `num_bytes`; None if nothing."""
         info = getattr(self.rows, "info", None)
-        return int(getattr(info, "dataset_size", None) or getattr(info, "download_size", None) or 0)
+        return (getattr(info, "splits", None) or {}).get(self.split)
+
+    @property
+    def num_rows(self) -> int:
+        """Number of rows if it is published, otherwise 0."""
+        return int(getattr(self.published_split, "num_examples", None) or 0)
+
+    @property
+    def size_bytes(self) -> int:
+        """Size of the split if it is published, or else of the dataset, otherwise 0."""
+        info = getattr(self.rows, "info", None)
+        whole = getattr(info, "dataset_size", None) or getattr(info, "download_size", None)
+        return int(getattr(self.published_split, "num_bytes", None) or whole or 0)
 
     def records(self) -> NumberedRecords:
         """Yield the rows, numbered from 1."""
-        number = 0
+        self.rows_read = 0
         rows = iter(self.rows)
         while (row := self._wrap_errors(lambda: next(rows, None))) is not None:
-            number += 1
-            yield number, row
+            self.rows_read += 1
+            yield self.rows_read, row
 
     def describe(self) -> str:
         parts = [part for part in (self.config, self.split) if part]
