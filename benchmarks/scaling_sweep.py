@@ -25,6 +25,10 @@ architecture that this sweep does not have keeps its law. The laws of a CPU stan
 the runs, their tokens and the time that they take, and starts nothing. `--quick` takes about nine minutes on an H200.
 More than three jobs gain nothing there: processes take turns on a GPU, so that only their start overlaps.
 
+`--with-published` fits the law to the runs of the sweep and to those of the docs together: tiny models on a CPU
+(`--cpu`) tell what tokens and passes of a small text are worth, and the larger models of a GPU where that leads to.
+What the size is worth cannot be told from both, which differ in all else too: its exponent is that of the paper.
+
 `--published` runs nothing: it writes laws from the few runs of docs/results.md and docs/history.md. These cannot tell
 what size is worth, so exponents, the ratio of A to B and the worth of repeats are those of the papers. E and the level
 of A and B are fitted, and C for masked LM. The entries say so under "assumed", and `firth plan` repeats it.
@@ -93,8 +97,6 @@ PUBLISHED_RUNS: dict[str, list[tuple[str, int, float, float, float]]] = {
         ("encoder-4x256", 8192, 61.81e6, 15.45e6, 3.691),
         ("encoder-8x512", 8192, 266.75e6, 16.04e6, 3.278),
     ],
-    # mlm-and-clm for tiny models: no law with the exponents of the papers has this run and those above within 3%
-    "encoder (cpu)": [("encoder-2x64", 8192, 0.526e6, 1.5e6, 6.05)],
     "encoder, mlm": [
         ("encoder-8x512", 8192, 1500 * 32768, 14e6, 2.555),
         ("encoder-8x512", 16384, 7713 * 32768, 13.5e6, 2.23),
@@ -325,15 +327,23 @@ def fit_architecture(
     default = {cell: results for cell, results in own.items() if not cell.setting}
     measured = [scaling_run(cell, results) for cell, results in default.items()]
     first = max(default, key=lambda cell: cell.text_tokens)
-    fit = fit_scaling_law(measured)
     shards = open_shards(Path(first.shards))
+    entropy, alpha, suffix = shards.unigram_entropy, None, f", {args.objective}" if args.objective else ""
+    if args.with_published and architecture + suffix in PUBLISHED_RUNS:
+        entropy, alpha = PUBLISHED_ENTROPY, PAPER_LAW.alpha
+        entropies = [open_shards(Path(cell.shards)).unigram_entropy for cell in default]
+        measured = [
+            run._replace(loss=run.loss * entropy / found) for run, found in zip(measured, entropies, strict=True)
+        ]
+        measured += published_runs(architecture + suffix)
+    fit = fit_scaling_law(measured, alpha=alpha)
     recipe = shape_recipe(f"{architecture}-{first.shape}", args.objective)
     return {
         "family": recipe.model.family,
         "objective": describe_objective(recipe.objective)["name"],
         "text": [Path(path).name for path in args.text],
         "vocab_size": shards.tokenizer.vocab.size,
-        "unigram_entropy": shards.unigram_entropy,
+        "unigram_entropy": entropy,
         "machine": str(compute),
         "firth": __version__,
         "command": args.command,
@@ -473,6 +483,7 @@ def sweep(args: argparse.Namespace) -> dict[str, dict[str, Any]]:
         f" --tokens {','.join(map(str, args.tokens))} --passes {','.join(f'{p:g}' for p in args.passes)}"
         f" --max-tokens {args.max_tokens}{f' --max-cost {args.max_cost:g}' if args.max_cost else ''}"
         f" --vocab-size {args.vocab_size}{f' --objective {args.objective}' if args.objective else ''}"
+        f"{' --with-published' if args.with_published else ''}"
     )
     compute, cells = sweep_compute(args), make_grid(args)
     suffix = f", {args.objective}" if args.objective else ""
@@ -510,6 +521,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     )
     parser.add_argument("--vocab-size", type=int, default=DEFAULT_VOCAB_SIZE, help="of the tokenizers (8192)")
     parser.add_argument("--jobs", type=int, help="runs side by side")
+    parser.add_argument("--with-published", action="store_true", help="fit these runs and those of the docs together")
     parser.add_argument("--published", action="store_true", help="take the runs of the docs instead of a sweep")
     parser.add_argument("--write", type=Path, help=f"write the laws to this file, as {TABLE_FILE.name} of the package")
     parser.add_argument("--replace", action="store_true", help="replace laws that another machine has measured")

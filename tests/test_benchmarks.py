@@ -807,7 +807,9 @@ def test_a_sweep_is_fitted_and_written(
         return results
 
     monkeypatch.setattr(sweep, "run_cell", fake_run)
-    monkeypatch.setattr(sweep, "fit_scaling_law", lambda runs: fit_scaling_law(runs, num_bootstraps=3))
+    monkeypatch.setattr(
+        sweep, "fit_scaling_law", lambda runs, alpha: fit_scaling_law(runs, num_bootstraps=3, alpha=alpha)
+    )
     table = tmp_path / "table.json"
     write_json(table, {"decoder": sweep.published_entry("decoder")})
     words = ["--cpu", "--text", str(corpus_file), "--output-dir", str(tmp_path / "work"), "--vocab-size", "300"]

@@ -152,3 +152,11 @@ def write_run(folder: Path, run: ScalingRun, recipe: Recipe, **steps: int) -> Pa
     )
     save_recipe(recipe, folder / "recipe.yaml")
     return folder
+
+
+def test_a_given_exponent_of_the_size_stays() -> None:
+    runs = [ScalingRun(n, d, 1e8, CHINCHILLA.loss(n, d, 1e8)) for n in (1e6, 3e6, 9e6) for d in (1e6, 1e7, 1e8)]
+    fit = fit_scaling_law(runs, num_bootstraps=3, alpha=0.25)
+    assert fit.law.alpha == 0.25
+    assert fit.intervals["alpha"] == (0.25, 0.25)
+    assert fit.mean_error < 0.02, "the other parameters follow"

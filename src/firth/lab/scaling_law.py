@@ -107,14 +107,17 @@ class ScalingFit:
         return [name for name, (value, (low, high)) in values.items() if not low <= value <= high]
 
 
-def fit_scaling_law(runs: Sequence[ScalingRun], num_bootstraps: int = 200, seed: int = 0) -> ScalingFit:
-    """Fit the law to runs that differ in size and in tokens."""
+def fit_scaling_law(
+    runs: Sequence[ScalingRun], num_bootstraps: int = 200, seed: int = 0, alpha: float | None = None
+) -> ScalingFit:
+    """Fit the law to runs that differ in size and in tokens; with a given `alpha` where the sizes cannot tell it."""
     check_runs(runs)
     table = np.array(runs, float)  # (runs, 4)
-    best = min((minimize_residuals(table, start) for start in initial_points(table)), key=lambda found: found[1])[0]
+    found = [minimize_residuals(table, start, alpha) for start in initial_points(table)]
+    best = min(found, key=lambda point_and_value: point_and_value[1])[0]
     rng = np.random.default_rng(seed)
     samples = [
-        vars(to_law(minimize_residuals(table[rng.integers(0, len(table), len(table))], best)[0]))
+        vars(to_law(minimize_residuals(table[rng.integers(0, len(table), len(table))], best, alpha)[0]))
         for _ in range(num_bootstraps)
     ]
     law = to_law(best)
@@ -193,12 +196,12 @@ def sum_of_residuals(x: np.ndarray, table: np.ndarray) -> tuple[float, np.ndarra
     return float(huber.sum()) / HUBER_DELTA, clipped @ derivatives / HUBER_DELTA
 
 
-def minimize_residuals(table: np.ndarray, start: np.ndarray) -> tuple[np.ndarray, float]:
+def minimize_residuals(table: np.ndarray, start: np.ndarray, alpha: float | None = None) -> tuple[np.ndarray, float]:
     bounds = [
         (-5, np.log(table[:, 3].min())),
         (-5, 30),
         (-5, 30),
-        (0.01, 2),
+        (0.01, 2) if alpha is None else (alpha, alpha),
         (0.01, 2),
         (0, np.log(MAX_REPEATED_WORTH)),
         (MIN_LOG_C, MAX_LOG_C if len(np.unique(table, axis=0)) > MIN_RUNS else MIN_LOG_C),
