@@ -56,7 +56,7 @@ from firth.commands.data_source import DataOptions
 from firth.commands.pretrain_plan import plan_pretraining
 from firth.core.console import format_count, format_duration, quiet, say, show_table
 from firth.core.files import read_object, write_json
-from firth.lab.expected_loss import TABLE_FILE, entry_name, read_loss_table
+from firth.lab.expected_loss import TABLE_FILE, entry_name, read_loss_table, vocabulary_effect
 from firth.lab.planner import CPU_START_SECONDS, GPU_START_SECONDS
 from firth.lab.scaling_law import FLOPS_PER_PARAMETER, ScalingFit, ScalingLaw, ScalingRun, fit_scaling_law
 from firth.models import count_parameters, get_preset
@@ -87,7 +87,8 @@ NUM_BOOTSTRAPS = 200
 MIN_GPU_STEP_SECONDS = 0.01
 # Runs of docs/results.md and docs/history.md on en_wiki and en_books: model, vocabulary, tokens read, tokens of the
 # text, held-out loss. The unigram entropies of such vocabularies are 7.02 to 7.18; those of 7.05 stand for all.
-PUBLISHED_ENTROPY = 7.05
+PUBLISHED_ENTROPY, PUBLISHED_VOCAB_SIZE = 7.05, 8192
+MLM_VOCAB_SIZE = 16384  # of most runs of masked LM
 PUBLISHED_RUNS: dict[str, list[tuple[str, int, float, float, float]]] = {
     "encoder": [  # losses times 7.05 / entropy; all by the random sample of held-out rows
         ("encoder-12x768", 8192, 3.07e6, 0.767e6, 5.018),
@@ -328,21 +329,24 @@ def fit_architecture(
     measured = [scaling_run(cell, results) for cell, results in default.items()]
     first = max(default, key=lambda cell: cell.text_tokens)
     shards = open_shards(Path(first.shards))
-    entropy, alpha, suffix = shards.unigram_entropy, None, f", {args.objective}" if args.objective else ""
-    if args.with_published and architecture + suffix in PUBLISHED_RUNS:
-        entropy, alpha = PUBLISHED_ENTROPY, PAPER_LAW.alpha
-        entropies = [open_shards(Path(cell.shards)).unigram_entropy for cell in default]
+    kind, vocab_size, entropy, alpha = shards.tokenizer.kind, shards.tokenizer.vocab.size, shards.unigram_entropy, None
+    entry = f"{architecture}, {args.objective}" if args.objective else architecture
+    if args.with_published and entry in PUBLISHED_RUNS:
+        length = vocabulary_effect(kind, PUBLISHED_VOCAB_SIZE, vocab_size).length
         measured = [
-            run._replace(loss=run.loss * entropy / found) for run, found in zip(measured, entropies, strict=True)
+            run._replace(tokens=run.tokens / length, unique_tokens=run.unique_tokens / length, loss=run.loss * length)
+            for run in measured
         ]
-        measured += published_runs(architecture + suffix)
+        measured += published_runs(entry)
+        vocab_size, entropy, alpha = PUBLISHED_VOCAB_SIZE, PUBLISHED_ENTROPY, PAPER_LAW.alpha
     fit = fit_scaling_law(measured, alpha=alpha)
     recipe = shape_recipe(f"{architecture}-{first.shape}", args.objective)
     return {
         "family": recipe.model.family,
         "objective": describe_objective(recipe.objective)["name"],
         "text": [Path(path).name for path in args.text],
-        "vocab_size": shards.tokenizer.vocab.size,
+        "vocab_size": vocab_size,
+        "tokenizer_kind": kind,
         "unigram_entropy": entropy,
         "machine": str(compute),
         "firth": __version__,
@@ -439,6 +443,8 @@ def published_entry(architecture: str) -> dict[str, Any]:
     return {
         "family": recipe.model.family,
         "objective": objective or describe_objective(recipe.objective)["name"],
+        "vocab_size": MLM_VOCAB_SIZE if architecture == C_ENTRY else PUBLISHED_VOCAB_SIZE,
+        "tokenizer_kind": tokenizer_kind(recipe.model, recipe.objective),
         "unigram_entropy": PUBLISHED_ENTROPY,
         "firth": __version__,
         "command": "python benchmarks/scaling_sweep.py --published",

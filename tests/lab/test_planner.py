@@ -23,7 +23,17 @@ from firth.commands.pretrain_plan import plan_pretraining, read_saved_fields
 from firth.core.errors import UserError
 from firth.core.files import format_bytes, read_object
 from firth.lab import plan_text, planner
-from firth.lab.expected_loss import TABLE_FILE, find_law, parse_entry, read_loss_table
+from firth.lab.expected_loss import (
+    BYTES_PER_TOKEN,
+    TABLE_FILE,
+    UNIGRAM_ENTROPY,
+    VOCABULARY_SIZES,
+    RunSize,
+    find_law,
+    parse_entry,
+    read_loss_table,
+    vocabulary_effect,
+)
 from firth.lab.plan_text import TextFacts
 from firth.lab.planner import Planner, StepCosts, describe_misfit
 from firth.models import ModelConfig, flops_per_token, get_preset, shaped_model, with_vocabulary
@@ -228,7 +238,9 @@ def test_the_table_has_a_law_for_each_architecture() -> None:
         recipe = pretraining_recipe(shaped_model(re.split("[, ]", name)[0], 2, 64))
         assert law.family == recipe.model.family
         assert "benchmarks/scaling_sweep.py" in law.command
-        assert 1 < law.loss(3e7, 3e8, 1.4e7, law.unigram_entropy) < law.loss(3e6, 3e6, 1.4e7, law.unigram_entropy) < 12
+        of_text = {"text_tokens": 1.4e7, "unigram_entropy": law.unigram_entropy, "vocab_size": law.vocab_size}
+        long, short = (law.loss(RunSize(n, d, **of_text)) for n, d in ((3e7, 3e8), (3e6, 3e6)))
+        assert 1 < long < short < 12
 
 
 def test_each_law_orders_and_reproduces_its_own_runs() -> None:
@@ -267,10 +279,26 @@ def test_extrapolation_is_said() -> None:
     law = read_loss_table()["encoder"]
     inside = [sum(bounds) / 2 for bounds in (law.fit.parameters_range, law.fit.tokens_range)]
     text = inside[1] / (sum(law.fit.passes_range) / 2)
-    assert set(law.extrapolations(*inside, text, law.unigram_entropy)) <= {"law"}
-    found = law.extrapolations(1e12, inside[1], text, 2 * law.unigram_entropy)
+    size = RunSize(*inside, text, law.unigram_entropy, law.vocab_size)
+    assert set(law.extrapolations(size)) <= {"law"}
+    found = law.extrapolations(size._replace(parameters=1e12, unigram_entropy=2 * law.unigram_entropy))
     assert found["parameters"].startswith("1000B where")
     assert "unigram entropy" in found["text"]
+
+
+@pytest.mark.parametrize("kind", ["wordpiece", "byte-bpe"])
+def test_a_larger_vocabulary_keeps_the_loss_per_byte(kind: str) -> None:
+    """Of one text, with as many bytes read: longer tokens have a higher loss each, and the same per byte."""
+    law = replace(read_loss_table()["decoder (cpu)"], tokenizer_kind=kind)
+    per_byte, per_token = [], []
+    for size, length, entropy in zip(VOCABULARY_SIZES, BYTES_PER_TOKEN[kind], UNIGRAM_ENTROPY[kind], strict=True):
+        loss = law.loss(RunSize(1e6, 4e6 / length, 2e6 / length, entropy, size))
+        per_byte.append(loss / length)
+        per_token.append(loss)
+    assert per_byte == pytest.approx([per_byte[0]] * 4)
+    assert per_token == sorted(per_token)
+    tiny, smallest = (vocabulary_effect(kind, size, 8192) for size in (300, 4096))
+    assert tiny == smallest, "no size outside of the measured ones is guessed"
 
 
 # --- predictions

@@ -21,7 +21,7 @@ from firth.core.console import quiet, warn
 from firth.core.errors import UserError
 from firth.core.files import read_object
 from firth.lab.batch_rules import BATCH_RULES, MAX_UNLABELLED_TOKENS, BatchFacts, count_labels
-from firth.lab.expected_loss import find_law, read_loss_table
+from firth.lab.expected_loss import RunSize, find_law, read_loss_table
 from firth.lab.show import first_rows_and_batch, measure_rates
 from firth.lab.show_row import predicts_in_place, trace_batch
 from firth.lab.text_rules import TEXT_RULES, TextFacts, collect_example_facts, collect_text_facts
@@ -328,8 +328,9 @@ def forecast_loss(recipe: Recipe, shards: ShardSet, lines: Sequence[dict[str, An
         return None
     if describe_objective(recipe.objective)["name"] != law.objective or recipe.model.family != law.family:
         return None
-    point = (count_parameters(recipe.model), passes * shards.num_tokens, shards.num_tokens, shards.unigram_entropy)
-    return None if law.extrapolations(*point).keys() - {"text"} else law.loss(*point)
+    tokens, entropy = shards.num_tokens, shards.unigram_entropy
+    size = RunSize(count_parameters(recipe.model), passes * tokens, tokens, entropy, recipe.model.vocab_size)
+    return None if law.extrapolations(size).keys() - {"text"} else law.loss(size)
 
 
 def check_behind_forecast(facts: LogFacts) -> Evidence | None:

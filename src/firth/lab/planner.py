@@ -28,7 +28,7 @@ import torch
 from firth.core.console import format_count, format_duration, quiet, say
 from firth.core.errors import UserError
 from firth.core.files import format_bytes
-from firth.lab.expected_loss import ExpectedLoss, find_law, read_loss_table
+from firth.lab.expected_loss import ExpectedLoss, RunSize, find_law, read_loss_table
 from firth.lab.plan_text import TextFacts
 from firth.models import ModelConfig, count_parameters, flops_per_token
 from firth.models.presets import SHAPE_LADDER, shaped_model
@@ -337,8 +337,8 @@ class Planner:
             recipe = replace(recipe, max_steps=steps)
         parameters, law = count_parameters(recipe.model), self.law(recipe)
         tokens_read = passes * text.tokens
-        point = (parameters, tokens_read, text.tokens, text.unigram_entropy)
-        found = law.extrapolations(*point)
+        size = RunSize(parameters, tokens_read, text.tokens, text.unigram_entropy, recipe.model.vocab_size)
+        found = law.extrapolations(size)
         if describe_objective(recipe.objective)["name"] != law.objective:
             is_same_type = name_objective(recipe.objective) == law.objective
             found["objective"] = f"{law.objective} was measured{' with its default settings' * is_same_type}"
@@ -355,7 +355,7 @@ class Planner:
             tokens_read,
             seconds,
             round(memory),
-            law.loss(*point),
+            law.loss(size),
             found,
             text.unigram_entropy,
         )

@@ -443,7 +443,7 @@ def run_references(run: WatchedRun) -> dict[str, float]:
 
     The doctor adds the loss of a bigram model, which takes seconds (`run_notes.py`).
     """
-    from firth.lab.expected_loss import find_law, read_loss_table
+    from firth.lab.expected_loss import RunSize, find_law, read_loss_table
     from firth.models import count_parameters
     from firth.objectives.registry import describe_objective
     from firth.train import Recipe, load_recipe
@@ -464,7 +464,7 @@ def run_references(run: WatchedRun) -> dict[str, float]:
     is_measured = describe_objective(recipe.objective)["name"] == law.objective
     if is_measured and recipe.model.family == law.family and tokens_per_step and not recipe.checkpoint:
         tokens = tokens_per_step * recipe.max_steps
-        point = (count_parameters(recipe.model), tokens, text_tokens, entropy)
-        if not law.extrapolations(*point).keys() - {"text"}:
-            references["forecast"] = law.loss(*point)
+        size = RunSize(count_parameters(recipe.model), tokens, text_tokens, entropy, recipe.model.vocab_size)
+        if not law.extrapolations(size).keys() - {"text"}:
+            references["forecast"] = law.loss(size)
     return references
