@@ -120,14 +120,13 @@ SMALL: dict[str, ModelConfig] = {
 @pytest.mark.parametrize("name", SMALL)
 def test_remembered_is_read_again(name: str, even: bool, untrained: Any) -> None:
     """The same logits at every step, whatever the lengths of the prompts; and the same tokens."""
-    model = untrained(SMALL[name])
+    model = untrained(SMALL[name]).double()  # rounding of float32 depends on the CPU
     prompts = [ids * 8 for ids in PROMPTS[1:2]] * 2 + [PROMPTS[2]] if even else PROMPTS
     readings = [make_decode_state(model, prompts, 12, cache) for cache in (True, False)]
     with torch.no_grad():
         remembered, again = (reading.prefill() for reading in readings)
         for step in range(6):
-            spread = max(1.0, float(again.std()))  # rounding grows with the logits
-            torch.testing.assert_close(remembered / spread, again / spread, atol=1e-5, rtol=0)
+            torch.testing.assert_close(remembered, again, atol=1e-6, rtol=1e-6)
             if step == 2:
                 rows = torch.tensor([1, 1, 0])
                 for reading in readings:

@@ -195,4 +195,6 @@ def test_what_is_not_xlnet_is_said_or_kept_under_our_name() -> None:
             from_hf_config(hf | {setting: value})
     assert hf_model_type(xlnet(2, 32, 4, V)) == "xlnet"
     assert hf_model_type(xlnet(2, 32, 4, V, position=TransformerXL())) == "firth"
-    assert hf_model_type(xlnet(2, 32, 4, V, attention_dropout=0.0)) == "firth"
+    without = xlnet(2, 32, 4, V, attention_dropout=0.0)  # changes training alone
+    assert hf_model_type(without) == "xlnet"
+    assert from_hf_config(to_hf_config(without, None)).attention_dropout == 0.0
