@@ -66,7 +66,7 @@ class Runs:
     def weights(self, name: str) -> dict[str, torch.Tensor]:
         return load_file(self.folder / name / "final" / "model.safetensors")
 
-    def same(self, one: str, other: str) -> None:
+    def assert_same(self, one: str, other: str) -> None:
         """Assert that two runs are equal bit for bit."""
         files = ["log.jsonl", "final/model.safetensors", "final/config.json"]
         for file in files:
@@ -76,7 +76,7 @@ class Runs:
                 file,
             )
 
-    def close(self, one: str, other: str, but: str = "nothing") -> None:
+    def assert_close(self, one: str, other: str, but: str = "nothing") -> None:
         """Assert that two runs read the same text and differ by rounding only."""
         for a, b in zip(self.log(one), self.log(other), strict=True):
             assert a.keys() == b.keys()
@@ -152,7 +152,7 @@ def plain(two: Runs) -> str:
 
 @pytest.mark.parametrize("way", ["ddp", "fsdp"])
 def test_two_processes_train_like_one(way: str, one: str, two: Runs) -> None:
-    two.close(one, way)
+    two.assert_close(one, way)
     model = load_model(two.folder / way / "final")
     assert model.tokenizer is not None
     names = {p.name for p in (two.folder / one / "final").iterdir()}
@@ -162,12 +162,12 @@ def test_two_processes_train_like_one(way: str, one: str, two: Runs) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("way", ["ddp", "fsdp"])
 def test_four_processes_train_like_one(way: str, one: str, four: Runs) -> None:
-    four.close(one, f"{way} by four")
+    four.assert_close(one, f"{way} by four")
 
 
 @pytest.mark.parametrize("way", ["ddp", "fsdp"])
 def test_a_stopped_run_resumes_exactly(way: str, two: Runs) -> None:
-    two.same(f"{way} straight", f"{way} stopped")
+    two.assert_same(f"{way} straight", f"{way} stopped")
 
 
 @pytest.mark.parametrize("way", ["ddp", "fsdp"])
@@ -175,21 +175,21 @@ def test_two_processes_average_decay_and_pack_like_one(way: str, two: Runs) -> N
     if not (two.folder / "late").is_dir():
         two.alone("late", per_device_train_batch_size=128, **LATE)
     assert two.log("late")[-2]["passes"] > 1.5, "both packings are read"
-    two.close("late", f"{way} late")
+    two.assert_close("late", f"{way} late")
 
 
 def test_dropout_differs_between_ranks(two: Runs) -> None:
     """DDP and FSDP agree up to rounding without dropout and with it: each rank draws the same in both."""
-    two.close("ddp straight", "fsdp straight")
+    two.assert_close("ddp straight", "fsdp straight")
     assert two.log("ddp straight")[0]["loss"] != pytest.approx(two.log("ddp")[0]["loss"], rel=1e-4)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("way", ["ddp", "fsdp"])
 def test_resume_with_another_number_of_processes(way: str, plain: str, four: Runs) -> None:
-    four.close(plain, f"{way} for four")
+    four.assert_close(plain, f"{way} for four")
     four.alone(f"{way} for one", resume=True, per_device_train_batch_size=8)
-    four.close(plain, f"{way} for one")
+    four.assert_close(plain, f"{way} for one")
     assert load_recipe(four.folder / f"{way} for one" / "recipe.yaml", Recipe).global_batch_size == 8
 
 
@@ -208,18 +208,18 @@ def test_nan_loss_of_one_rank_is_skipped_by_all(way: str, plain: str, two: Runs)
 
 
 def test_out_of_memory_of_one_rank_halves_micro_batches_of_all(plain: str, two: Runs) -> None:
-    two.close(plain, "halved")
+    two.assert_close(plain, "halved")
     assert json.loads((two.folder / "halved/checkpoint-6/training/state.json").read_text())["halvings"] == 1
 
 
 @pytest.mark.parametrize("optim", ["muon", "adafactor"])
 def test_muon_and_adafactor_with_sharded_matrices(optim: str, two: Runs) -> None:
     two.alone(f"{optim} alone", optim=optim, per_device_train_batch_size=8)
-    two.close(f"{optim} alone", optim, but="key.bias")  # whose true gradient is 0, which Adafactor makes much of
+    two.assert_close(f"{optim} alone", optim, but="key.bias")  # whose true gradient is 0, which Adafactor makes much of
 
 
 def test_cpu_offload_and_activation_checkpointing(plain: str, two: Runs) -> None:
-    two.close(plain, "offload")
+    two.assert_close(plain, "offload")
 
 
 def test_blocks_are_all_gathered_in_bfloat16(plain: str, two: Runs) -> None:
@@ -403,7 +403,7 @@ def test_one_process_with_nccl_equals_a_plain_run(shards_of: Make, tmp_path: Pat
     ]
     processes.run(1, jobs, tmp_path)
     for way in ("ddp", "fsdp"):
-        runs.close("plain", way, but="key.bias")
+        runs.assert_close("plain", way, but="key.bias")
     for way in ("offload", "ddp compiled", "fsdp compiled"):
         losses = [[line["loss"] for line in runs.log(name) if "loss" in line] for name in ("plain", way)]
         assert losses[1] == pytest.approx(losses[0], rel=0.02)
@@ -430,4 +430,4 @@ def test_sharded_weights_of_the_best_evaluation(shards_of: Make, corpus_file: Pa
     assert fsdp["eval_loss"] == min(line["eval_loss"] for line in runs.log("fsdp") if "eval_loss" in line)
     for name, value in runs.weights("one").items():
         torch.testing.assert_close(runs.weights("fsdp")[name], value, rtol=0, atol=10 * CLOSE)  # the rate is high
-    runs.same("fsdp", "stopped")
+    runs.assert_same("fsdp", "stopped")

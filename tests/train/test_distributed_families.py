@@ -64,4 +64,4 @@ def done(shards_of: Make, tmp_path_factory: pytest.TempPathFactory) -> Runs:
 
 @pytest.mark.parametrize(("case", "way"), [(case, way) for case, (_, _, ways, _) in CASES.items() for way in ways])
 def test_two_processes_train_like_one(case: str, way: str, done: Runs) -> None:
-    done.close(f"{case} alone", f"{case} {way}", but="key.bias")
+    done.assert_close(f"{case} alone", f"{case} {way}", but="key.bias")

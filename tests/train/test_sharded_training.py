@@ -79,7 +79,7 @@ class Cases:
     def close(self, case: str, name: str) -> None:
         """The run equals that of one process, and its losses fell."""
         runs = self.runs(case)
-        runs.close(self.alone(case), name, but="key.bias")  # whose true gradient is 0, which rounding decides
+        runs.assert_close(self.alone(case), name, but="key.bias")  # whose true gradient is 0, which rounding decides
         losses = [line["loss"] for line in runs.log(name) if "loss" in line]
         assert len(losses) == STEPS
         assert losses[-1] < losses[0] - 0.1
@@ -97,7 +97,7 @@ def two(shards_of: Make, tmp_path_factory: pytest.TempPathFactory) -> Cases:
 
 @pytest.mark.parametrize("case", QUICK_CASES)
 def test_two_processes_train_like_one_with_the_same_optimizer(case: str, two: Cases) -> None:
-    two.close(case, f"{case} fsdp")
+    two.assert_close(case, f"{case} fsdp")
 
 
 @pytest.fixture(scope="module")
@@ -129,21 +129,21 @@ def many(two: Cases) -> Cases:
 @pytest.mark.slow
 @pytest.mark.parametrize("case", [case for case in CASES if case not in QUICK_CASES])
 def test_two_processes_train_like_one_with_other_optimizers(case: str, many: Cases) -> None:
-    many.close(case, f"{case} fsdp")
+    many.assert_close(case, f"{case} fsdp")
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("way", ["fsdp", "hsdp"])
 @pytest.mark.parametrize("case", CASES)
 def test_four_processes_train_like_one(case: str, way: str, many: Cases) -> None:
-    many.close(case, f"{case} {way} by 4")
+    many.assert_close(case, f"{case} {way} by 4")
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("change", ["from 4 to 1", "from 1 to 4", "from 2 to 4", "hsdp from 4 to 2"])
 @pytest.mark.parametrize("case", CASES)
 def test_resume_with_another_number_of_processes(case: str, change: str, many: Cases) -> None:
-    many.close(case, f"{case} {change}")
+    many.assert_close(case, f"{case} {change}")
 
 
 @pytest.mark.slow
@@ -159,7 +159,7 @@ def test_blocks_that_are_read_outside_of_their_forward_pass(shards_of: Make, tmp
     processes.run(2, jobs, tmp_path)
     for name, runs, model in cases:
         runs.alone(f"{name} alone", model=model, per_device_train_batch_size=8, **common)
-        runs.close(f"{name} alone", name, but="key.bias")
+        runs.assert_close(f"{name} alone", name, but="key.bias")
 
 
 # --- eight processes --------------------------------------------------------------------------------------------------
@@ -194,7 +194,7 @@ def eight(shards_of: Make, tmp_path_factory: pytest.TempPathFactory) -> Cases:
 @pytest.mark.parametrize("name", [*(f"{way} by 8" for way in EIGHT), "from 8 to 2", "from 2 to 8"])
 def test_eight_processes_read_and_train_like_one(name: str, eight: Cases) -> None:
     """`close` compares `data`, the hash of all batches so far, exactly: the order of the rows is the same."""
-    eight.close("gpt2", name)
+    eight.assert_close("gpt2", name)
     index = eight.folder / name / "checkpoint-24" / "model.safetensors.index.json"
     assert index.exists() == (name != "ddp by 8"), "a sharded model has one file per process"
 

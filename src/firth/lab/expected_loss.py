@@ -74,8 +74,8 @@ class ExpectedLoss:
     objective: str
     unigram_entropy: float
     vocab_size: int
+    tokenizer_kind: str
     command: str
-    tokenizer_kind: str = "wordpiece"
     assumed: str = ""  # what was not measured
 
     def loss(self, run: RunSize) -> float:
@@ -136,6 +136,6 @@ def parse_entry(entry: Mapping[str, Any]) -> ExpectedLoss:
     ranges = {name: tuple(entry[name]) for name in ("parameters_range", "tokens_range", "passes_range")}
     intervals = {name: tuple(bounds) for name, bounds in entry["intervals"].items()}
     fit = ScalingFit(law=ScalingLaw(**entry["law"]), intervals=intervals, mean_error=entry["mean_error"], **ranges)
-    facts = {name: entry[name] for name in ("family", "objective", "unigram_entropy", "vocab_size", "command")}
-    facts["tokenizer_kind"] = entry.get("tokenizer_kind", "wordpiece")
+    names = ("family", "objective", "unigram_entropy", "vocab_size", "tokenizer_kind", "command")
+    facts = {name: entry[name] for name in names}
     return ExpectedLoss(fit, **facts, assumed=entry.get("assumed", ""))

@@ -182,15 +182,16 @@ def split_held_out(document: Document, share: float) -> Iterator[tuple[Document,
     """Yield a document with whether it is held out; a long text in parts, of which one block is held out.
 
     A text of a few long documents would hold out nothing, or most of itself. So a document of more than
-    `LONG_DOCUMENT_CHARS` gives this share of itself: one block at a place that follows from its hash, which ends with a
-    line or a word. What is before and after it become two documents. Everything depends on the document alone.
+    `LONG_DOCUMENT_CHARS` gives this share of itself: one block at a position that follows from its hash, which ends
+    with a line or a word. What is before and after it become two documents. Everything depends on the document alone.
     """
     text = document.text
-    if len(text) <= LONG_DOCUMENT_CHARS or share <= 0 or document.word_starts is not None or document.text_pair:
+    is_plain = document.word_starts is None and document.text_pair is None
+    if len(text) <= LONG_DOCUMENT_CHARS or share <= 0 or not is_plain:
         yield document, is_held_out(join_document_sides(document), share)
         return
-    place = int.from_bytes(text_fingerprint(text)[:8], "big") / 2**64
-    start = cut_near(text, int(place * (1 - share) * len(text)))
+    fraction = int.from_bytes(text_fingerprint(text)[:8], "big") / 2**64
+    start = cut_near(text, int(fraction * (1 - share) * len(text)))
     end = cut_near(text, start + int(share * len(text)))
     for part, is_out in ((text[:start], False), (text[start:end], True), (text[end:], False)):
         if part:
