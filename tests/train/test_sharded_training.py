@@ -76,7 +76,7 @@ class Cases:
         shards = {"shard_size": 2} if way == "hsdp" else {}
         return self.runs(case).job(name, how, **self.fields(case, size, parallel=way, **shards))
 
-    def close(self, case: str, name: str) -> None:
+    def assert_close(self, case: str, name: str) -> None:
         """The run equals that of one process, and its losses fell."""
         runs = self.runs(case)
         runs.assert_close(self.alone(case), name, but="key.bias")  # whose true gradient is 0, which rounding decides
