@@ -14,7 +14,7 @@ COMPLETED = {
     "firth pretrain --warm": ["--warmup-steps", "--warm-start"],
     "firth pretrain bert-t": ["bert-tiny"],
     "firth pretrain enc": ["encoder", "encoder-decoder"],
-    "firth pretrain encoder --objective span-c": ["span-corruption"],
+    "firth pretrain encoder --objective span-c": ["span-corruption", "span-corruption-and-mlm"],
     "firth evaluate run --task word-": ["word-in-context", "word-similarity"],
     "firth tokenizer --kind byte": ["byte-bpe"],
     "firth pretrain gpt2 --parallel d": ["ddp"],

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from itertools import pairwise
 from typing import Any
 
@@ -11,6 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from firth.core.errors import UserError
 from firth.objectives import (
     IGNORE_INDEX,
     Batch,
@@ -19,6 +21,7 @@ from firth.objectives import (
     Objective,
     SalientSpanCorruption,
     SpanCorruption,
+    SpanCorruptionAndMLM,
 )
 from firth.tokens import Rows, SequenceTemplate, Vocabulary
 
@@ -266,6 +269,43 @@ def corrupted(draw: Any, kind: type[SpanCorruption]) -> tuple[Any, list[list[int
 def test_nothing_overflows_and_nothing_is_lost(data: st.DataObject) -> None:
     objective, layout, width = data.draw(corrupted(SpanCorruption))
     check(objective, layout, width, seed=data.draw(st.integers(0, 2**32), "seed"))
+
+
+@pytest.mark.parametrize("has_mask", [True, False])
+def test_the_encoder_predicts_masked_tokens_beside_the_spans(has_mask: bool) -> None:
+    """Without its masks the batch is that of span corruption; the masks lie on a share of the text beside the spans."""
+    vocab = VOCAB if has_mask else replace(VOCAB, mask=None)
+    objective, rows = SpanCorruptionAndMLM(mask_rate=0.2), make_rows(full_rows(40, 142, 4), 142, T5)
+    rng = CounterRNG(1, rows.stream_index)
+    batch, plain = objective(rows, rng, vocab), objective.span_corruption(rows, rng, vocab)
+    used_BK = batch.encoder_labels != IGNORE_INDEX
+    row_N = np.nonzero(used_BK)[0]
+    position_N, label_N = batch.encoder_target_positions[used_BK], batch.encoder_labels[used_BK]
+    assert len(set(zip(row_N.tolist(), position_N.tolist(), strict=True))) == len(row_N)
+    assert (label_N >= TEXT).all()
+    assert (batch.input_ids[row_N, position_N] == (MASK if has_mask else SENTINELS[-1])).all()
+    assert not np.isin(label_N, plain.labels).any(), "each token of these rows is unique, and the decoder writes others"
+    unmasked = batch.input_ids.copy()
+    unmasked[row_N, position_N] = label_N
+    assert (unmasked == plain.input_ids).all()
+    for field in set(Batch._fields) - {"input_ids", "encoder_target_positions", "encoder_labels"}:
+        mine, other = getattr(batch, field), getattr(plain, field)
+        assert (mine is None and other is None) or (mine == other).all(), field
+    text_B = (plain.input_ids >= TEXT).sum(1)
+    assert used_BK.sum(1).tolist() == [int(0.2 * n + 0.5) for n in text_B]
+    counts = batch.loss_counts
+    assert counts["encoder_targets"] == used_BK.sum()
+    assert counts["decoder_targets"] == plain.num_targets
+    assert counts["targets"] == counts["encoder_targets"] + counts["decoder_targets"]
+    assert batch.num_tokens == plain.num_tokens
+
+
+def test_the_last_sentinel_is_free_where_it_stands_for_a_mask() -> None:
+    vocab = replace(VOCAB, sentinel_ids=SENTINELS[:28])
+    SpanCorruptionAndMLM().check(vocab, 569)  # 28 spans
+    SpanCorruptionAndMLM().check(replace(vocab, mask=None), 540)
+    with pytest.raises(UserError, match="28 spans, and the tokenizer has 27"):
+        SpanCorruptionAndMLM().check(replace(vocab, mask=None), 569)
 
 
 def test_rows_with_hardly_any_text() -> None:

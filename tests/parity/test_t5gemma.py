@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch.testing import assert_close
@@ -16,8 +17,8 @@ from firth.models import Model, load_model, make_model
 from firth.models.config import Rotary
 from firth.models.presets import t5gemma
 from firth.models.task_heads import with_classification_head
-from firth.objectives import Batch
-from firth.tokens import train_tokenizer
+from firth.objectives import Batch, CounterRNG, SpanCorruptionAndMLM
+from firth.tokens import Rows, train_tokenizer
 
 transformers = pytest.importorskip("transformers")
 CLOSE: Any = {"atol": 1e-5, "rtol": 1e-5}
@@ -47,6 +48,33 @@ def given(model: Model, padded: bool) -> dict[str, torch.Tensor]:
     mask = (torch.arange(9) < torch.tensor([[9], [6], [2]])).long() if padded else torch.ones_like(ids)
     inputs = {"input_ids": ids * mask, "decoder_input_ids": torch.randint(10, 100, (3, 6), generator=g)}
     return inputs | ({"attention_mask": mask} if padded else {})
+
+
+def test_losses_of_decoder_and_encoder(saved: tuple[Model, Path]) -> None:
+    """Span corruption with masked tokens: two cross-entropies over states of `transformers`, one mean."""
+    model, folder = saved
+    assert model.tokenizer is not None
+    vocab, shape = model.tokenizer.vocab, (3, 24)
+    tokens = np.random.default_rng(0).choice(vocab.non_special_ids, shape)
+    tokens[:, -1] = vocab.eos
+    position = np.broadcast_to(np.arange(shape[1]), shape)
+    rows = Rows(tokens, np.zeros(shape, int), position, position < shape[1] - 1, np.arange(shape[0]))
+    batch = SpanCorruptionAndMLM(mask_rate=0.3)(rows, CounterRNG(1, rows.stream_index), vocab)
+    theirs = transformers.AutoModelForSeq2SeqLM.from_pretrained(folder).eval()
+    batch = batch.to(torch.device("cpu"))
+    output = theirs(input_ids=batch.input_ids, decoder_input_ids=batch.decoder_input_ids)
+    encoded = output.encoder_last_hidden_state
+    at = batch.encoder_target_positions[..., None].expand(-1, -1, encoded.shape[-1])
+    mlm_logits = encoded.gather(1, at) @ theirs.get_input_embeddings().weight.T
+    wanted = [
+        torch.nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="sum")
+        for logits, labels in ((output.logits, batch.labels), (mlm_logits, batch.encoder_labels))
+    ]
+    parts = model.losses(batch, with_metrics=True)
+    assert_close(parts["targets"], sum(wanted), **CLOSE)
+    assert_close(parts["lm_loss/decoder_targets"], wanted[0], **CLOSE)
+    assert_close(parts["mlm_loss/encoder_targets"], wanted[1], **CLOSE)
+    assert batch.num_targets == sum(int((labels != -100).sum()) for labels in (batch.labels, batch.encoder_labels))
 
 
 @pytest.mark.parametrize("padded", [False, True])

@@ -18,7 +18,7 @@ from firth.evaluate.report import add_loss_curves
 from firth.models import Distillation, Encoder, distillation_losses, load_model, make_model, with_extras
 from firth.models.config import GeneratorConfig, SentencePairHead, SpanBoundaryHead
 from firth.models.presets import bert
-from firth.objectives import MLM, OBJECTIVES, Batch, MLMAndCLM
+from firth.objectives import MLM, OBJECTIVES, Batch, MLMAndCLM, SpanCorruption, SpanCorruptionAndMLM
 from firth.text import Document
 from firth.tokens import MixConfig, MixedDataset, PackedDataset, ShardSet, open_shards, prepare
 from firth.train import ComputeConfig, Recipe, TrainingConfig, TrainingRun, pretrain, read_log
@@ -200,6 +200,22 @@ def test_held_out_losses_depend_on_the_weights_alone(
         assert rows is not None
         losses.append(HeldOutLoss(changed, rows, shards.tokenizer, CPU)(model))
     assert losses[0] == losses[1] == pytest.approx(losses[2], rel=1e-5)
+
+
+def test_masked_tokens_of_an_encoder_are_not_evaluated(
+    recipe_of: Recipes, shards_of: Callable[[str], ShardSet]
+) -> None:
+    """The held-out loss is that of span corruption, whatever else the encoder learns in training."""
+    shards, both = shards_of("t5"), SpanCorruptionAndMLM(mask_rate=0.3)
+    recipe = recipe_of("t5", eval_rows=9)
+    model = build_pretrain_model(recipe, shards.tokenizer)
+    dataset = make_held_out_dataset(recipe, shards)
+    assert dataset is not None
+    found, other = (
+        make_evaluation(changed, dataset, shards.tokenizer, CPU)(model)
+        for changed in (replace(recipe, objective=both), replace(recipe, objective=SpanCorruption()))
+    )
+    assert found == other
 
 
 def test_masked_and_causal_held_out_rows_apart(recipe_of: Recipes, shards_of: Callable[[str], ShardSet]) -> None:

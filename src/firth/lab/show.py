@@ -212,6 +212,7 @@ def measure_rates(rows: Rows, batch: Batch, trace: BatchTrace, vocab: Vocabulary
     - pairs: share of pairs with label 1
     - masked_rows: share of the rows of masked next-token prediction, or of mlm-and-clm, that are masked
     - masked_row_targets: share of the text of these rows that is predicted
+    - encoder_targets: share of the text that an encoder-decoder's encoder predicts
     """
     directions = batch.labels.shape[1] if batch.labels.ndim == 3 else 1
     num_targets = is_text_token(batch.labels, vocab).sum() / directions
@@ -222,6 +223,8 @@ def measure_rates(rows: Rows, batch: Batch, trace: BatchTrace, vocab: Vocabulary
     rates["tokens_used"] = filled.mean()
     if batch.decoder_input_ids is not None:
         rates["decoder_used"] = (batch.labels != IGNORE_INDEX).mean()
+    if batch.encoder_labels is not None:
+        rates["encoder_targets"] = (batch.encoder_labels != IGNORE_INDEX).sum() / max(rows.maskable.sum(), 1)
     if batch.pair_labels is not None:
         rates["pairs"] = batch.pair_labels.mean()
     has_row_kinds = batch.attention_rank is not None and batch.target_positions is None and batch.labels.ndim == 2

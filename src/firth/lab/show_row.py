@@ -260,7 +260,7 @@ def build_encoder_decoder_sequences(
     input_numbers: dict[int, int] = {}
     label_numbers: dict[int, int] = {}
     if trace.bart is None:
-        marks |= mark_sentinels(batch_row, vocab, marks)
+        marks |= mark_sentinels(batch_row, vocab, marks) | mark_encoder_targets(batch_row)
     else:  # BART's label at position i is source token i
         spans = infilled_spans(trace.bart) | masked_tokens(trace.bart)
         marks |= {i: TokenMark("masked", source_row.input_ids[span].tolist()) for i, span in spans.items()}
@@ -282,6 +282,14 @@ def build_encoder_decoder_sequences(
             "decoder labels", batch_row.labels, label_doc, label_marks, format_tokens, number_by_position=label_numbers
         ),
     ]
+
+
+def mark_encoder_targets(batch_row: Batch) -> dict[int, TokenMark]:
+    """Return the marks of the masked tokens that the encoder predicts itself."""
+    if batch_row.encoder_labels is None:
+        return {}
+    targets = zip(batch_row.encoder_target_positions.tolist(), batch_row.encoder_labels.tolist(), strict=True)
+    return {i: TokenMark("masked", [label]) for i, label in targets if label != IGNORE_INDEX}
 
 
 def default_marks(token_ids: np.ndarray, vocab: Vocabulary, kind: str = "text") -> dict[int, TokenMark]:
@@ -398,6 +406,8 @@ def describe_row(batch_row: Batch, objective: Any, format_tokens: TokenFormatter
     if batch_row.decoder_input_ids is not None:
         start = format_tokens(int(batch_row.decoder_input_ids[0])).strip()
         notes.append(f"The decoder reads its labels shifted right, after {start}.")
+        if batch_row.encoder_labels is not None:
+            notes.append("The encoder predicts its masked tokens itself.")
     elif batch_row.labels is not None and batch_row.labels.ndim == 2:
         notes.append("Every token is predicted twice: from all tokens before it, and from all tokens after it.")
     elif isinstance(objective, MaskedNextToken):

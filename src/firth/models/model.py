@@ -623,6 +623,18 @@ class EncoderDecoder(Model):
             cross_document_ids=cross_document_ids,
         )
 
+    def losses(self, batch: BatchLike, with_metrics: bool = False) -> dict[str, Tensor]:
+        if batch.encoder_labels is None:
+            return super().losses(batch, with_metrics)
+        assert isinstance(self.head, LMHeadModule)
+        encoded_BTD = self.encode(batch)
+        parts = self.lm_losses(self.hidden_states(batch, encoded_BTD), batch, with_metrics)
+        target_NE = gather_positions(encoded_BTD, batch.encoder_target_positions).flatten(0, 1)
+        mlm_loss = self.head.loss(target_NE, batch.encoder_labels.flatten(), self.embed.tokens.weight)
+        metrics = {"lm_loss/decoder_targets": parts["targets"], "mlm_loss/encoder_targets": mlm_loss}
+        parts["targets"] = parts["targets"] + mlm_loss
+        return parts | detach_metrics(metrics) if with_metrics else parts
+
     def forward(
         self,
         input_ids: Tensor,

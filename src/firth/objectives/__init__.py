@@ -15,6 +15,7 @@ from firth.objectives.seq2seq import (
     EncoderDecoderLM,
     SalientSpanCorruption,
     SpanCorruption,
+    SpanCorruptionAndMLM,
 )
 
 __all__ = [
@@ -40,6 +41,7 @@ __all__ = [
     "SalientSpanMasking",
     "SequenceAutoencoder",
     "SpanCorruption",
+    "SpanCorruptionAndMLM",
     "SpanMasking",
     "TokenMasking",
     "WeightedObjective",

@@ -32,6 +32,8 @@ class Batch(NamedTuple):
     decoder_input_ids: Any = None  # (B, U)
     decoder_document_ids: Any = None  # (B, U)
     decoder_position_ids: Any = None  # (B, U)
+    encoder_target_positions: Any = None  # (B, K) positions of an encoder-decoder's encoder that it predicts itself
+    encoder_labels: Any = None  # (B, K) the right tokens there; -100 in unused slots
     span_boundaries: Any = None  # (B, K, 3) of a target's span: position before, position after, offset in the span
     pair_labels: Any = None  # (B,) 0 where the second text follows the first, 1 where it does not
     task_labels: Any = None  # by task (see below)
@@ -58,7 +60,7 @@ class Batch(NamedTuple):
         if self.group_ids is not None:
             return _num_groups(self.group_ids)
         if self.task_labels is None:
-            return _num_labels(self.labels)
+            return _num_labels(self.labels) + (0 if self.encoder_labels is None else _num_labels(self.encoder_labels))
         if self.task_labels.ndim == 3:
             return int((self.task_labels[..., 0] == 1).sum())
         return _num_labels(self.task_labels)
@@ -69,6 +71,9 @@ class Batch(NamedTuple):
         counts = {"targets": self.num_targets, "tokens": self.num_tokens}
         if self.task_labels is not None and self.labels is not None:  # a task's labels, and LM labels beside them
             counts["lm_targets"] = _num_labels(self.labels)
+        if self.encoder_labels is not None:
+            counts["encoder_targets"] = _num_labels(self.encoder_labels)
+            counts["decoder_targets"] = _num_labels(self.labels)
         if self.soft_labels is not None:
             counts["soft_targets"] = self.num_soft_targets
         if self.reference_logps is not None:
@@ -95,7 +100,7 @@ class Batch(NamedTuple):
             return num_input
         if self.task_labels is not None:
             return num_input + _num_real_tokens(self.decoder_input_ids, self.decoder_document_ids)
-        return num_input + self.num_targets  # a decoder reads one token for each label
+        return num_input + _num_labels(self.labels)  # a decoder reads one token for each label
 
     def map_arrays(self, fn: Callable[[Any], Any]) -> Batch:
         """Return the batch with `fn` applied to each of its arrays."""

@@ -2,6 +2,7 @@
 
     MLM         replace target tokens in place                            apply_mlm_noise
     T5          replace spans by sentinels, on two sides or in one row    sentinel_batch, decoder_denoising_batch
+                and mask tokens of the encoder's side                     mask_encoder_tokens
     prefix      split each document between encoder and decoder           split_prefix_batch
     BART        permute, rotate, delete, infill, mask                     functions from NoisyText to NoisyText
 
@@ -121,12 +122,36 @@ def insert_sentinels(rows: Rows, noise_BL: np.ndarray, vocab: Vocabulary) -> Sen
     """
     assert vocab.eos is not None, "the objective's template requires it"
     first_BL, last_BL = is_document_start(rows.document_ids), _is_document_end(rows.document_ids)
-    opens_BL = noise_BL & (first_BL | ~shift_right(noise_BL, False))
+    opens_BL = _opens_span(rows, noise_BL)
     input_BL = rows.input_ids.copy()
     input_BL[opens_BL] = np.asarray(vocab.sentinel_ids)[count_earlier_in_document(opens_BL, first_BL)[opens_BL]]
     keep_BX = _interleave(opens_BL, noise_BL, last_BL)
     target_BX = _interleave(input_BL, rows.input_ids, np.full_like(input_BL, vocab.eos))
-    return SentinelSides(input_BL, (rows.document_ids >= 0) & (~noise_BL | opens_BL), target_BX, keep_BX)
+    return SentinelSides(input_BL, _kept_by_encoder(rows, noise_BL), target_BX, keep_BX)
+
+
+def mask_encoder_tokens(
+    batch: Batch, rows: Rows, noise_BL: np.ndarray, mask_BL: np.ndarray, K: int, mask_id: int
+) -> Batch:
+    """Return the batch of `sentinel_batch` with these tokens of the encoder's text masked, as its own K targets."""
+    T = batch.input_ids.shape[1]
+    mask_BT = _compact_rows(mask_BL, _kept_by_encoder(rows, noise_BL), T, False)
+    targets = select_targets(mask_BT, K)
+    labels_BK = np.take_along_axis(batch.input_ids, targets.positions, 1)
+    return batch._replace(
+        input_ids=np.where(mask_BT, mask_id, batch.input_ids),
+        encoder_target_positions=targets.positions,
+        encoder_labels=np.where(targets.is_used, labels_BK, IGNORE_INDEX),
+    )
+
+
+def _kept_by_encoder(rows: Rows, noise_BL: np.ndarray) -> np.ndarray:
+    """Mark what the encoder reads: the text without noise, and the first token of each span, a sentinel's place."""
+    return (rows.document_ids >= 0) & (~noise_BL | _opens_span(rows, noise_BL))
+
+
+def _opens_span(rows: Rows, noise_BL: np.ndarray) -> np.ndarray:
+    return noise_BL & (is_document_start(rows.document_ids) | ~shift_right(noise_BL, False))
 
 
 def sentinel_batch(rows: Rows, noise_BL: np.ndarray, T: int, U: int, vocab: Vocabulary) -> Batch:

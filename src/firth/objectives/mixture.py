@@ -28,6 +28,7 @@ from firth.objectives.seq2seq import (
     EncoderDecoderLM,
     SalientSpanCorruption,
     SpanCorruption,
+    SpanCorruptionAndMLM,
 )
 from firth.tokens import Rows, SequenceTemplate, Vocabulary
 
@@ -43,6 +44,7 @@ SingleObjective = (
     | MLMAndCLM
     | CLMThenMLM
     | SpanCorruption
+    | SpanCorruptionAndMLM
     | DecoderDenoising
     | SalientSpanCorruption
     | BARTDenoising

@@ -18,6 +18,7 @@ from firth.objectives.seq2seq import (
     EncoderDecoderLM,
     SalientSpanCorruption,
     SpanCorruption,
+    SpanCorruptionAndMLM,
 )
 
 UNILM = Mixture(  # Dong et al. 2019, section 2.4; without its pairs and n-gram masks
@@ -59,6 +60,7 @@ OBJECTIVES: dict[str, Objective] = {
     "prefix-lm": PrefixLM(),
     "encoder-decoder-lm": EncoderDecoderLM(),
     "span-corruption": SpanCorruption(),
+    "span-corruption-and-mlm": SpanCorruptionAndMLM(),
     "salient-spans": SalientSpanCorruption(),
     "lm-denoising": DecoderDenoising(),
     "prefix-lm-denoising": DecoderDenoising(prefix=True),

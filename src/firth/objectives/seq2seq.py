@@ -9,7 +9,8 @@ Each span becomes one *sentinel* token in the input; the target lists each senti
 
 Both sequences are shorter than the text: for 512 input tokens the source row has 569 tokens, and the target 114. The
 decoder predicts only the noise, so a step costs less than one that writes the whole text (section 3.3.2); long spans
-make the target shorter still. The same corruption trains a decoder alone (`DecoderDenoising`): input and target in one
+make the target shorter still. `SpanCorruptionAndMLM` also masks tokens of the input, which the encoder predicts itself.
+The same corruption trains a decoder alone (`DecoderDenoising`): input and target in one
 row, with loss on the target.
 
 BART (Lewis et al. 2020, section 2.2). The decoder writes the *whole* text, whatever the noise, so noise may change the
@@ -31,7 +32,7 @@ Shapes: B rows, L positions of the source row, T of the encoder, U of the decode
 from __future__ import annotations
 
 from bisect import bisect_right
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import numpy as np
@@ -166,6 +167,53 @@ class SpanCorruption(ObjectiveBase):
     def __call__(self, rows: Rows, rng: CounterRNG, vocab: Vocabulary) -> Batch:
         T, U = self.encoder_decoder_lengths(rows.input_ids.shape[1])
         return corruption.sentinel_batch(rows, self.build_noise_mask(rows, rng), T, U, vocab)
+
+
+@dataclass(frozen=True)
+class SpanCorruptionAndMLM(SpanCorruption):
+    """Span corruption, and masked language modelling by the encoder in the same rows.
+
+        text      Thank you for inviting me to your party last week </s>
+        input     Thank you <0> me <mask> your party <1> week </s>      the encoder predicts: to
+        target    <0> for inviting <1> last </s>
+
+    In span corruption the decoder sees the words before a gap, and can guess much without the encoder: an encoder of
+    8 layers, trained so for 1,500 steps, cannot yet compare two sentences, where a masked language model of the same
+    parts can (docs/history.md, which part of T5 holds it back). Here the encoder has a task of its own, as BERT has it,
+    at the cost of the LM head for the masked tokens.
+
+    - mask_rate: share of the tokens outside the spans that are masked
+
+    The published tokenizers of T5 have no mask token; the last sentinel stands for it there, as rows never have so many
+    spans. The loss is the mean over the labels of both sides.
+    """
+
+    mask_rate: float = 0.15
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_rate("objective.mask_rate", self.mask_rate)
+
+    def check(self, vocab: Vocabulary, source_length: int) -> None:
+        sentinel_ids = vocab.sentinel_ids if vocab.mask is not None else vocab.sentinel_ids[:-1]
+        super().check(replace(vocab, sentinel_ids=sentinel_ids), source_length)
+
+    def expected_rates(self, rows: Rows | None = None) -> dict[str, float]:
+        return super().expected_rates(rows) | {"encoder_targets": (1 - self.rate) * self.mask_rate}
+
+    @property
+    def span_corruption(self) -> SpanCorruption:
+        """The decoder's part alone."""
+        return SpanCorruption(self.rate, self.mean_span)
+
+    def __call__(self, rows: Rows, rng: CounterRNG, vocab: Vocabulary) -> Batch:
+        L = rows.input_ids.shape[1]
+        noise_BL = self.build_noise_mask(rows, rng)
+        batch = corruption.sentinel_batch(rows, noise_BL, *self.encoder_decoder_lengths(L), vocab)
+        mask_BL = noise_mask.mask_lowest_keys(rng.uniform("masked", L), rows.maskable & ~noise_BL, self.mask_rate)
+        K = noise_mask.num_target_slots(self.mask_rate, L)
+        mask_id = vocab.sentinel_ids[-1] if vocab.mask is None else vocab.mask
+        return corruption.mask_encoder_tokens(batch, rows, noise_BL, mask_BL, K, mask_id)
 
 
 @dataclass(frozen=True)

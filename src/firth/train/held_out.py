@@ -4,7 +4,8 @@ So the losses of two steps, or of two runs of one recipe, differ by the weights 
 Several processes share the batches, and add up their losses in the order of one process.
 
 A model of masked and causal rows is evaluated on as many of each, whatever share its training masks: causal rows have
-several times as many labels, which are harder, so that a mean over other shares would be another number.
+several times as many labels, which are harder, so that a mean over other shares would be another number. An
+encoder-decoder whose encoder predicts masked tokens is evaluated on span corruption alone, as one without them.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ import torch
 from firth.core.console import warn
 from firth.core.errors import UserError
 from firth.models import Model
-from firth.objectives import Batch, MaskedNextToken
+from firth.objectives import Batch, MaskedNextToken, SpanCorruptionAndMLM
 from firth.tokens import MixedDataset, RowDataset, Tokenizer
 from firth.tokens.permutation import permute_indices
 from firth.train.compute import ComputeConfig
@@ -179,6 +180,8 @@ def make_evaluation(
 
     The sources share `eval_rows` once more, so that an evaluation of a mix takes about twice as long.
     """
+    if isinstance(recipe.objective, SpanCorruptionAndMLM):
+        recipe = replace(recipe, objective=recipe.objective.span_corruption)
     has_two_kinds = isinstance(recipe.objective, MaskedNextToken) and recipe.objective.has_both_kinds
     make = MaskedAndCausalLoss if has_two_kinds and recipe.order == "packed" else HeldOutLoss
     mixed = make(recipe, dataset, tokenizer, compute)

@@ -29,7 +29,7 @@ import numpy as np
 from firth.core.console import format_count
 from firth.models.config import AWDLSTMConfig
 from firth.models.presets import PRESETS
-from firth.objectives import MaskedNextToken
+from firth.objectives import MaskedNextToken, SpanCorruptionAndMLM
 from firth.train.findings import Evidence, Rule
 from firth.train.log import token_loss_name
 from firth.train.recipe import Recipe, TrainingConfig
@@ -368,7 +368,7 @@ def comparable_from(training: TrainingConfig) -> float | None:
     """Return the share of the run from which its training loss can be compared with the held-out loss; None: never."""
     if not isinstance(training, Recipe):
         return 0.0
-    if training.teacher or masks_other_share(training):
+    if training.teacher or masks_other_share(training) or isinstance(training.objective, SpanCorruptionAndMLM):
         return None
     start, rate_at = (
         max(last_phase_from(training), training.batch_ramp, training.length_ramp),
