@@ -31,6 +31,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from firth.models.config import Disentangled, ModelConfig, Shaw, TransformerXL
+from firth.models.exporting import is_exporting
 from firth.models.kernels.dropout import Dropout
 
 ProjectQK = Callable[[Tensor], tuple[Tensor, Tensor]]  # vectors (P, D) to a layer's queries and keys, both (H, P, d)
@@ -94,7 +95,7 @@ def rel_shift(x_BHTR: Tensor, S: int) -> Tensor:
             [-2, -1,  0]])
     """
     T, R = x_BHTR.shape[-2:]
-    if torch.compiler.is_exporting():  # an exported graph has one branch for every T
+    if is_exporting():  # an exported graph has one branch for every T
         device = x_BHTR.device
         index_TS = torch.arange(S, device=device)[None] + (T - 1) - torch.arange(T, device=device)[:, None]
         return x_BHTR.gather(-1, index_TS.expand(*x_BHTR.shape[:-1], S))
@@ -131,7 +132,7 @@ def backward_distances(T: int, S: int, device: torch.device) -> Tensor:
     R is rounded up to a multiple that matmuls on a GPU favour; not in an exported graph, which serves every T.
     """
     R = T + S - 1
-    if not torch.compiler.is_exporting():
+    if not is_exporting():
         R = -(-R // DISTANCE_COUNT_MULTIPLE) * DISTANCE_COUNT_MULTIPLE
     return S - T - torch.arange(1 - T, 1 - T + R, device=device)
 
@@ -254,7 +255,7 @@ class RelativePositionEmbedding(nn.Module):
         An exported graph, which serves every T, uses all of them.
         """
         T, low, high = x_BTD.shape[1], 0, 2 * self.span - 1
-        if not torch.compiler.is_exporting():
+        if not is_exporting():
             low, high = max(self.span - T + 1, 0), min(self.span + S - 1, high)
         back_R = backward_distances(T, S, x_BTD.device)
         if self.spec.num_buckets:

@@ -25,6 +25,7 @@ import torch
 from torch import Tensor
 
 from firth.models.config import ModelConfig, RopeScaling, Rotary
+from firth.models.exporting import is_exporting
 
 
 def rope_frequencies(base: float, head_size: int, scaling: RopeScaling | None, device: torch.device) -> Tensor:
@@ -45,7 +46,7 @@ class Rope:
 
     def __init__(self, position_ids_BT: Tensor, frequencies: Tensor) -> None:
         angle = position_ids_BT[:, :, None, None, None].float() * frequencies
-        as_table = torch.compiler.is_compiling() and not torch.compiler.is_exporting()  # ONNX has cos and sin
+        as_table = torch.compiler.is_compiling() and not is_exporting()  # ONNX has cos and sin
         cos, sin = cos_and_sin(angle) if as_table else (angle.cos(), angle.sin())
         self.cos, self.sin = cos, torch.cat([-sin, sin], 3)  # (B or 1, T, 1, 1 or 2, d / 2)
 
