@@ -97,6 +97,20 @@ def test_licences_notice_a_change() -> None:
     assert {"torch", "numpy", "tokenizers"} <= {row[0] for row in rows}
 
 
+def test_another_version_may_have_another_licence(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The page is that of constraints.txt. Torch 2.11 states BSD-3-Clause, and 2.13 a list."""
+    licences = load_script("tools/licences.py")
+    page = licences.PAGE.read_text()
+    find_version = licences.version
+    monkeypatch.setattr(licences, "version", lambda name: "2.11.0+cu130" if name == "torch" else find_version(name))
+    monkeypatch.setattr(licences, "find_licence", {"torch": "BSD-3-Clause"}.get)
+    assert licences.find_differences(page) == []
+    assert licences.find_differences(page.replace("| `torch` |", "| `torches` |")) == [
+        "torch: BSD-3-Clause, and the page has no row",
+        "torch: required, not installed and without a row",
+    ]
+
+
 def test_an_extra_that_is_not_installed_keeps_its_licences(monkeypatch: pytest.MonkeyPatch) -> None:
     licences = load_script("tools/licences.py")
     hide_package(licences, "lm-eval", monkeypatch)

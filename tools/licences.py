@@ -13,14 +13,16 @@ import re
 import sys
 import tomllib
 from collections.abc import Iterator, Sequence
-from importlib.metadata import PackageNotFoundError, distribution, metadata
+from importlib.metadata import PackageNotFoundError, distribution, metadata, version
 from pathlib import Path
 
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
+from packaging.version import Version
 
 ROOT = Path(__file__).parents[1]
 PAGE = ROOT / "docs" / "licences.md"
+CONSTRAINTS = ROOT / "constraints.txt"
 TOOL_EXTRAS = ("dev", "integrations", "docs", "browser")  # of people who work on Firth
 CORE = "firth"
 # Packages that a platform adds; their rows would come and go with the machine that writes the page.
@@ -126,13 +128,23 @@ def name_group(group: str) -> str:
     return group if group == CORE else f"firth[{group}]"
 
 
+def is_other_version(name: str) -> bool:
+    """Whether another version is installed than that of constraints.txt: it may state another licence."""
+    line = rf"^{name.replace('-', '[-_.]')}==(\S+)"
+    pinned = re.search(line, CONSTRAINTS.read_text(encoding="utf-8"), re.MULTILINE | re.IGNORECASE)
+    try:
+        return pinned is not None and Version(version(name)).public != pinned[1]
+    except PackageNotFoundError:
+        return False
+
+
 def find_differences(page: str) -> list[str]:
     """Return a sentence for each package whose row is missing or states another licence."""
     written = {name: licence for name, licence, _ in ROW.findall(page)}
     told = [
         f"{name}: {licence}, and the page has {written.get(name, 'no row')}"
         for name, (licence, _) in collect_rows(page).items()
-        if written.get(name) != licence
+        if written.get(name) != licence and not (name in written and is_other_version(name))
     ]
     required = {canonicalize_name(r.name) for lines in read_requirements().values() for r in lines}
     return told + [f"{name}: required, not installed and without a row" for name in sorted(required - written.keys())]
