@@ -97,6 +97,7 @@ PUBLISHED_RUNS: dict[str, list[tuple[str, int, float, float, float]]] = {
         ("encoder-8x512", 8192, 15.45e6, 15.45e6, 3.786),
         ("encoder-4x256", 8192, 61.81e6, 15.45e6, 3.691),
         ("encoder-8x512", 8192, 266.75e6, 16.04e6, 3.278),
+        ("encoder-8x512", 8192, 719.25e6, 16.03e6, 3.251),
     ],
     "encoder, mlm": [
         ("encoder-8x512", 8192, 1500 * 32768, 14e6, 2.555),
@@ -108,8 +109,7 @@ PUBLISHED_RUNS: dict[str, list[tuple[str, int, float, float, float]]] = {
     ],
     "decoder": [("decoder-8x512", 8192, 276.43e6, 15.09e6, 3.585)],  # as those of encoders
     "encoder-decoder": [
-        ("encoder-decoder-8x512", 8192, 1500 * 32768, 14e6, 4.302),
-        ("encoder-decoder-8x512", 8192, 5831 * 32768, 14e6, 3.115),
+        ("firth-t5-small", 8192, 55.24e6, 15.14e6, 2.876),  # RoPE and small weights, as T5Gemma
     ],
 }
 SETTINGS: dict[str, dict[str, Any]] = {

@@ -236,7 +236,8 @@ def test_the_table_has_a_law_for_each_architecture() -> None:
     assert find_law(table, "encoder", "nsp").objective == find_law(table, "encoder", None).objective == "mlm-and-clm"
     for name, law in table.items():
         recipe = pretraining_recipe(shaped_model(re.split("[, ]", name)[0], 2, 64))
-        assert law.family == recipe.model.family
+        measured = {"t5gemma": "firth-t5"}  # no T5Gemma is measured yet
+        assert law.family == measured.get(recipe.model.family, recipe.model.family)
         assert "benchmarks/scaling_sweep.py" in law.command
         of_text = {"text_tokens": 1.4e7, "unigram_entropy": law.unigram_entropy, "vocab_size": law.vocab_size}
         long, short = (law.loss(RunSize(n, d, **of_text)) for n, d in ((3e7, 3e8), (3e6, 3e6)))
@@ -615,7 +616,7 @@ def test_the_plan_is_printed(capsys: pytest.CaptureFixture[str]) -> None:
 
 def test_shapes_are_models() -> None:
     config = get_preset("encoder-decoder-4x256")
-    assert (config.family, config.num_layers, config.dim, config.num_heads, config.mlp.dim) == ("t5", 4, 256, 4, 640)
+    assert (config.family, config.num_layers, config.dim, config.num_heads, config.mlp.dim) == ("t5gemma", 4, 256, 4, 640)
     with pytest.raises(UserError, match="multiple of 64"):
         get_preset("encoder-3x100")
     with pytest.raises(UserError, match="Unknown model 'decoder-x512'"):

@@ -641,7 +641,7 @@ PRESET_ALIASES = {"ulmfit": "ulmfit-base", "elmo": "elmo-base"}  # a bare family
 ARCHITECTURE_FAMILIES: dict[str, Callable[..., ModelConfig]] = {
     "encoder": modernbert,
     "decoder": llama,
-    "encoder-decoder": t5_v1_1,
+    "encoder-decoder": t5gemma,
 }
 # Layers and width of the models to choose from; each has three to four times the parameters of the one before.
 SHAPE_LADDER = (
