@@ -11,12 +11,13 @@ import pytest
 
 from firth.tokens.unigram import (
     build_word_lattice,
+    count_best_pieces,
     find_seed_pieces,
     prune_pieces,
+    pruning_losses,
     run_e_step,
     run_m_step,
     train_unigram_pieces,
-    viterbi_paths,
 )
 
 COUNTS = {"▁banana": 3, "▁bandana": 2, "▁an": 7, "▁ban": 1, "▁x": 1}
@@ -62,9 +63,37 @@ def test_best_paths_are_the_best_of_all() -> None:
     state = run_m_step(state, run_e_step(state, words))
     pieces = names(words, state.pieces)
     scores = dict(zip(pieces, state.pieces.scores.tolist(), strict=True))
-    path = viterbi_paths(state.by_end, state.pieces.scores, np.flatnonzero(words.chars == 0), words.positions)
-    got = Counter(pieces[i] for i in path.pieces)
-    assert got == Counter(piece for word in COUNTS for piece in max(all_paths(word, scores))[1])
+    want = Counter(piece for word, n in COUNTS.items() for piece in max(all_paths(word, scores))[1] * n)
+    assert count_best_pieces(state, words).tolist() == [want[piece] for piece in pieces]
+
+
+def test_losses_of_pruning_equal_those_of_all_paths() -> None:
+    words = build_word_lattice(COUNTS, set("".join(COUNTS)))
+    state = find_seed_pieces(words)
+    state = run_m_step(state, run_e_step(state, words))
+    pieces = names(words, state.pieces)
+    scores = dict(zip(pieces, state.pieces.scores.tolist(), strict=True))
+    counts = dict(zip(pieces, count_best_pieces(state, words).tolist(), strict=True))
+    want, total = dict.fromkeys(pieces, 0.0), sum(counts.values())
+    for piece in pieces:
+        if len(piece) > 1 and (n := counts[piece]):
+            instead = max(all_paths(piece, {other: scores[other] for other in pieces if other != piece}))[1]
+            log_p = sum(math.log((counts[other] + n) / (total + n * (len(instead) - 1))) for other in instead)
+            want[piece] = n * (math.log(n / total) - log_p)
+    assert any(want.values())
+    assert pruning_losses(state, words) == pytest.approx(np.array([want[piece] for piece in pieces]))
+
+
+def test_edges_of_dropped_pieces_go_away() -> None:
+    words = build_word_lattice(COUNTS, set("".join(COUNTS)))
+    state = find_seed_pieces(words)
+    kept = state.keep_pieces(state.pieces.lengths != 2)
+    found = [names(words, state.pieces)[i] for i in state.edges.pieces]
+    assert [piece for piece in found if len(piece) != 2] == [names(words, kept.pieces)[i] for i in kept.edges.pieces]
+    assert kept.edges.degrees.sum() == len(kept.edges.pieces) < len(found)
+    starts = np.repeat(np.arange(len(words.letters)), kept.edges.degrees)
+    lengths = kept.pieces.lengths[kept.edges.pieces]
+    assert [words.text[i : i + n] for i, n in zip(starts, lengths, strict=True)] == [p for p in found if len(p) != 2]
 
 
 def test_pruning_keeps_characters_and_the_most_useful_pieces() -> None:

@@ -25,6 +25,7 @@ from hashlib import blake2b
 from itertools import chain
 from typing import Any, Generic, NamedTuple, TypeVar
 
+import numpy as np
 from tokenizers import Tokenizer as Backend
 from tokenizers import models, pre_tokenizers, trainers
 
@@ -33,7 +34,6 @@ from firth.core.errors import UserError
 from firth.text.normalize import parse_normal_forms
 from firth.tokens.builders import METASPACE, TOKENIZER_KINDS, SplitOptions, build_untrained, default_tokenizer_config
 from firth.tokens.tokenizer import Tokenizer, is_byte_level
-from firth.tokens.unigram import train_unigram_pieces
 
 MAX_ALPHABET_CHARS = 1000  # distinct characters with a token, the most frequent; a third of a large vocabulary
 CHARACTER_COVERAGE = 0.9995  # share of the text's characters with a piece if bytes can spell the rest, as in T5
@@ -363,6 +363,8 @@ def select_alphabet(
 
 def train_unigram_vocab(layout: VocabLayout, texts: Iterable[str], num_tokens: int, report: ReportFn) -> TrainedVocab:
     """Train the pieces with the highest likelihood of the text (`unigram.py`), all characters among them."""
+    from firth.tokens.unigram import train_unigram_pieces  # loads numba
+
     counts = count_split_words(layout, texts)
     characters = count_characters(counts)
     kept = set(characters)
@@ -436,11 +438,10 @@ def trainer_word_counts(trainer: trainers.Trainer, trainer_class: str) -> dict[s
 
 
 def count_characters(words: Mapping[str, int]) -> Counter[str]:
-    characters: Counter[str] = Counter()
-    for word, n in words.items():
-        for c in word:
-            characters[c] += n
-    return characters
+    code_N = np.frombuffer("".join(words).encode("utf-32-le", "surrogatepass"), np.uint32)
+    counts, lengths = (np.fromiter(numbers, np.int64, len(words)) for numbers in (words.values(), map(len, words)))
+    total_C = np.bincount(code_N, weights=np.repeat(counts, lengths))
+    return Counter({chr(code): int(total_C[code]) for code in np.flatnonzero(total_C)})
 
 
 def sort_by_count(counts: Mapping[str, int]) -> list[tuple[str, int]]:

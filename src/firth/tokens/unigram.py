@@ -11,18 +11,21 @@ to few:
 
 Layout: all words lie end to end in one array, each with a 0 behind it. A node is a position between characters, an edge
 an occurrence of a piece: it leads from the node before its first character to the node after its last. Segmentations of
-a word are the paths through its edges. Edges are found once. Forward and backward sums advance one position in all
-words at a time, so the work is a few dozen numpy calls per step, and the sums are the same in every run.
+a word are the paths through its edges. Edges are found once, and those of dropped pieces are removed. The loops over
+them are compiled (`unigram_kernels.py`).
 
-Shapes: N characters (and nodes), E edges, P pieces.
+Shapes: N characters (and nodes), W words, E edges, P pieces; G strings of one length, S their occurrences.
 """
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Collection, Iterator, Mapping
 from typing import NamedTuple
 
 import numpy as np
+
+from firth.tokens import unigram_kernels as kernels
 
 MAX_PIECE_CHARS = 16  # characters; this and the next three are SentencePiece's
 MAX_SEED_PIECES = 1_000_000  # pieces to start from, at most
@@ -30,27 +33,19 @@ SHRINKING_FACTOR = 0.75  # share of the pieces that one round keeps
 MIN_EXPECTED_COUNT = 0.5  # expected count below which the M step drops a piece
 MAX_LATTICE_WORD_CHARS = 32  # characters: a longer word is cut
 NATS_PER_CHAR = 5.0  # nats: about the cost of a character; scales all paths of a word alike, against underflow
-PRUNE_BLOCK_PIECES = 1 << 16  # pieces whose alternatives are searched at once
-
-
-class LatticeEdges(NamedTuple):
-    """Edges, sorted so that those of one step are adjacent, and within a step those of one node."""
-
-    starts: np.ndarray
-    ends: np.ndarray
-    pieces: np.ndarray
-
-    def take(self, which: np.ndarray) -> LatticeEdges:
-        return LatticeEdges(*(array[which] for array in self))
 
 
 class WordLattice(NamedTuple):
-    """Counted words as arrays (N,): characters (0 behind each word), count and position in the word."""
+    """Counted words, a 0 behind each: their text; letters and counts of words (N,); where words end (W,).
+
+    Letters are numbers into `alphabet`, from 1. A character outside of the alphabet is 0 too, and ends a word.
+    """
 
     text: str
-    chars: np.ndarray
+    alphabet: list[str]
+    letters: np.ndarray
     counts: np.ndarray
-    positions: np.ndarray
+    ends: np.ndarray
 
 
 class PieceTable(NamedTuple):
@@ -64,20 +59,33 @@ class PieceTable(NamedTuple):
         return PieceTable(*(array[which] for array in self))
 
 
+class LatticeEdges(NamedTuple):
+    """How many edges leave each node (N,), and the pieces of the edges (E,), sorted by node and then by length."""
+
+    degrees: np.ndarray
+    pieces: np.ndarray
+
+
 class UnigramState(NamedTuple):
-    """Pieces and their edges, sorted by end and by start."""
+    """Pieces and their edges."""
 
     pieces: PieceTable
-    by_end: LatticeEdges
-    by_start: LatticeEdges
+    edges: LatticeEdges
 
     def keep_pieces(self, keep_P: np.ndarray) -> UnigramState:
-        number_P = np.cumsum(keep_P, dtype=np.int32) - 1
-        edges = []
-        for old in (self.by_end, self.by_start):
-            kept = old.take(keep_P[old.pieces])
-            edges.append(kept._replace(pieces=number_P[kept.pieces]))
-        return UnigramState(self.pieces.take(keep_P), *edges)
+        if keep_P.all():
+            return self
+        edges = LatticeEdges(*kernels.renumber_edges(*self.edges, number_kept(keep_P)))
+        return UnigramState(self.pieces.take(keep_P), edges)
+
+
+def number_kept(keep: np.ndarray) -> np.ndarray:
+    """Number what is kept from 0; the others get -1.
+
+    >>> number_kept(np.array([True, False, True])).tolist()
+    [0, -1, 1]
+    """
+    return np.where(keep, np.cumsum(keep) - 1, -1).astype(np.int32)
 
 
 def train_unigram_pieces(
@@ -93,7 +101,8 @@ def train_unigram_pieces(
     assert num_pieces >= len(set(alphabet)), "the characters must fit"
     words = build_word_lattice(counts, alphabet)
     state = find_seed_pieces(words)
-    absent = sorted(set(alphabet) - set(map(chr, np.unique(words.chars))))
+    occurs = np.bincount(words.letters, minlength=len(words.alphabet) + 1)[1:]
+    absent = [letter for letter, n in zip(words.alphabet, occurs.tolist(), strict=True) if n == 0]
     num_trained = num_pieces - len(absent)
     last_round = num_trained * 11 // 10  # pieces: the last pruning goes from here to the end
     while True:
@@ -112,19 +121,20 @@ def train_unigram_pieces(
 
 def build_word_lattice(counts: Mapping[str, int], alphabet: Collection[str]) -> WordLattice:
     """Lay out words in sorted order, long ones in parts. A character outside of the alphabet ends a word."""
-    parts = [
-        (word[i : i + MAX_LATTICE_WORD_CHARS], counts[word])
-        for word in sorted(counts)
-        for i in range(0, len(word), MAX_LATTICE_WORD_CHARS)
-    ]
-    text = "".join(f"{part}\0" for part, _ in parts)
-    char_N = np.frombuffer(text.encode("utf-32-le"), np.uint32).copy()
-    char_N[~np.isin(char_N, np.array([ord(c) for c in alphabet], np.uint32))] = 0
-    node_N = np.arange(len(char_N), dtype=np.int32)
-    ends = np.flatnonzero(char_N == 0)
-    begin_N = np.repeat(np.append(0, ends[:-1] + 1), np.diff(ends, prepend=-1)) if len(ends) else node_N
-    count_N = np.repeat([count for _, count in parts], [len(part) + 1 for part, _ in parts])
-    return WordLattice(text, char_N, count_N.astype(np.float64), (node_N - begin_N).astype(np.int32))
+    words = sorted(counts)
+    laid_out = [word if len(word) <= MAX_LATTICE_WORD_CHARS else "\0".join(cut_word(word)) for word in words]
+    text = "".join(f"{word}\0" for word in laid_out)
+    alphabet = sorted(set(alphabet) - {"\0"})
+    number = np.zeros(sys.maxunicode + 1, np.int32)
+    number[[ord(letter) for letter in alphabet]] = np.arange(1, len(alphabet) + 1)
+    letter_N = number[np.frombuffer(text.encode("utf-32-le", "surrogatepass"), np.uint32)]
+    size_W = np.fromiter(map(len, laid_out), np.int64, len(words)) + 1
+    count_N = np.repeat(np.array([counts[word] for word in words], np.float64), size_W)
+    return WordLattice(text, alphabet, letter_N, count_N, np.flatnonzero(letter_N == 0))
+
+
+def cut_word(word: str) -> list[str]:
+    return [word[i : i + MAX_LATTICE_WORD_CHARS] for i in range(0, len(word), MAX_LATTICE_WORD_CHARS)]
 
 
 # --- seeds --------------------------------------------------------------------------------------------------------
@@ -135,112 +145,65 @@ def find_seed_pieces(lattice: WordLattice) -> UnigramState:
 
     At most `MAX_SEED_PIECES`: those with the largest count times length.
     """
-    seeds: list[tuple[np.ndarray, np.ndarray, np.ndarray]] = []
-    occurrences, num = [], 0
-    for length, (at, id_, first, count, is_seed) in enumerate(iter_repeated_strings(lattice), start=1):
-        number = np.full(len(first), -1)
-        number[is_seed] = np.arange(is_seed.sum()) + num
-        num += is_seed.sum()
-        used = is_seed[id_]
-        seeds.append((at[first[is_seed]], np.full(is_seed.sum(), length), count[is_seed]))
-        start = at[used].astype(np.int32)
-        occurrences.append((start, start + np.int32(length), number[id_[used]].astype(np.int32)))
-    pieces = PieceTable(*map(np.concatenate, zip(*seeds, strict=True)))
-    edges = LatticeEdges(*map(np.concatenate, zip(*occurrences, strict=True)))
-    by_end = edges.take(np.lexsort((edges.ends, lattice.positions[edges.ends])))
-    by_start = edges.take(np.lexsort((edges.starts, lattice.positions[edges.starts])))
-    worth_P = pieces.scores * pieces.lengths
-    worth_P[pieces.lengths == 1] += worth_P.max(initial=0)  # characters stay
-    best = np.argsort(-worth_P, kind="stable")[: max(MAX_SEED_PIECES, int((pieces.lengths == 1).sum()))]
+    found, occurrences, num_found = [], [], 0
+    for length, strings in enumerate(iter_repeated_strings(lattice), start=1):
+        firsts = strings.starts[np.searchsorted(strings.ids, np.flatnonzero(strings.is_maximal))]
+        found.append((firsts, np.full(len(firsts), length, np.int8), strings.counts[strings.is_maximal]))
+        used_S = strings.is_maximal[strings.ids]
+        occurrences.append((strings.starts[used_S], number_kept(strings.is_maximal)[strings.ids[used_S]] + num_found))
+        num_found += len(firsts)
+    pieces = PieceTable(*map(np.concatenate, zip(*found, strict=True)))
+    worth_P, is_char_P = pieces.scores * pieces.lengths, pieces.lengths == 1
+    best = np.argsort(-(worth_P + is_char_P * worth_P.max(initial=0)), kind="stable")  # characters stay
     keep_P = np.zeros(len(worth_P), dtype=bool)
-    keep_P[best] = True
-    worth_P = pieces.scores * pieces.lengths
+    keep_P[best[: max(MAX_SEED_PIECES, int(is_char_P.sum()))]] = True
     scored = pieces._replace(scores=np.log(worth_P / worth_P[keep_P].sum()))
-    return UnigramState(scored, by_end, by_start).keep_pieces(keep_P)
+    return UnigramState(scored, collect_edges(occurrences, len(lattice.letters))).keep_pieces(keep_P)
+
+
+def collect_edges(occurrences: list[tuple[np.ndarray, np.ndarray]], num_nodes: int) -> LatticeEdges:
+    """Return the edges of pieces given by length, shortest first: where they occur, and which they are."""
+    degree_N = np.zeros(num_nodes, np.int8)
+    for start_S, _ in occurrences:
+        degree_N[start_S] += 1  # once: no two pieces of one length begin at the same node
+    next_N = np.cumsum(degree_N, dtype=np.int64) - degree_N
+    piece_E = np.empty(degree_N.sum(dtype=np.int64), np.int32)
+    for start_S, piece_S in occurrences:
+        kernels.add_edges(next_N, piece_E, start_S, piece_S)
+    return LatticeEdges(degree_N, piece_E)
 
 
 class RepeatedStrings(NamedTuple):
-    """The strings of one length: occurrences with their ids; first occurrence, count and maximality by id."""
+    """The strings of one length: starts of their occurrences, sorted by string, and the string of each occurrence (S,);
+    count and maximality of each string (G,)."""
 
-    text_offsets: np.ndarray
-    string_ids: np.ndarray
-    first_occurrences: np.ndarray
+    starts: np.ndarray
+    ids: np.ndarray
     counts: np.ndarray
     is_maximal: np.ndarray
 
 
 def iter_repeated_strings(lattice: WordLattice) -> Iterator[RepeatedStrings]:
     """Yield the repeated strings of each length; `is_maximal` if no string one longer around it is as frequent."""
-    letters, char_N = np.unique(lattice.chars, return_inverse=True)
-    at = np.flatnonzero(lattice.chars)
-    now = count_strings(at, char_N[at], lattice.counts)
-    for length in range(1, MAX_PIECE_CHARS + 1):
-        longer = at = now.text_offsets
-        if length < MAX_PIECE_CHARS:
-            continues = lattice.chars[at + length] > 0
-            longer = at[continues]
-            keys = now.string_ids[continues].astype(np.int64) * len(letters) + char_N[longer + length]
-            following = count_strings(longer, keys, lattice.counts, min_count=2)
-            id_N = np.full(len(char_N), -1, dtype=np.int32)
-            id_N[at] = now.string_ids
-            max_counts = np.zeros(len(now.first_occurrences))
-            for shift in (0, 1):
-                np.maximum.at(
-                    max_counts, id_N[following.text_offsets[following.first_occurrences] + shift], following.counts
-                )
-            yield now._replace(is_maximal=now.counts > max_counts if length > 1 else now.is_maximal)
-            now = following
-        else:
-            yield now
-
-
-def count_strings(
-    text_offsets: np.ndarray, keys: np.ndarray, count_N: np.ndarray, min_count: int = 0
-) -> RepeatedStrings:
-    """Number the strings with these keys; drop those of fewer than `min_count`."""
-    _, first, id_ = np.unique(keys, return_index=True, return_inverse=True)
-    count = np.bincount(id_, weights=count_N[text_offsets], minlength=len(first))
-    often = count >= min_count
-    kept = often[id_]
-    number = np.cumsum(often, dtype=np.int32) - 1
-    moved = np.cumsum(kept) - 1
-    return RepeatedStrings(
-        text_offsets[kept], number[id_[kept]], moved[first[often]], count[often], np.ones(int(often.sum()), dtype=bool)
-    )
+    text = (lattice.letters, len(lattice.alphabet) + 1, lattice.counts)
+    starts = np.flatnonzero(lattice.letters).astype(np.int32)
+    starts, ids, counts, _ = kernels.extend_strings(starts, np.zeros_like(starts), 0, *text, min_count=0)
+    for length in range(1, MAX_PIECE_CHARS):
+        *longer, max_G = kernels.extend_strings(starts, ids, length, *text, min_count=2)
+        kernels.raise_to_left_extensions(max_G, starts, ids, *longer, len(lattice.letters))
+        yield RepeatedStrings(starts, ids, counts, counts > max_G if length > 1 else np.ones(len(counts), dtype=bool))
+        starts, ids, counts = longer
+    yield RepeatedStrings(starts, ids, counts, np.ones(len(counts), dtype=bool))
 
 
 # --- EM and pruning -----------------------------------------------------------------------------------------------
 
 
-def lattice_steps(edges: LatticeEdges, node_E: np.ndarray, position_N: np.ndarray) -> list[tuple[slice, np.ndarray]]:
-    """Return the edges of each step, and where in the step each node's edges begin."""
-    bounds = np.searchsorted(position_N[node_E], np.arange(MAX_LATTICE_WORD_CHARS + 2))
-    steps = []
-    for a, b in zip(bounds[:-1].tolist(), bounds[1:].tolist(), strict=True):
-        if a < b:
-            steps.append((slice(a, b), np.flatnonzero(np.diff(node_E[a:b], prepend=-1))))
-    return steps
-
-
 def run_e_step(state: UnigramState, lattice: WordLattice) -> np.ndarray:
     """Return the expected count of each piece (P,) over all segmentations, by forward-backward."""
-    pieces, ahead, back = state
+    pieces = state.pieces
     p_P = np.exp(pieces.scores + NATS_PER_CHAR * pieces.lengths)
-    alpha_N = np.ones(len(lattice.chars))
-    for part, heads in lattice_steps(ahead, ahead.ends, lattice.positions):
-        flow = alpha_N[ahead.starts[part]] * p_P[ahead.pieces[part]]
-        alpha_N[ahead.ends[part][heads]] = np.add.reduceat(flow, heads)
-    ends = np.flatnonzero(lattice.chars == 0)
-    beta_N = np.ones(len(lattice.chars))
-    # count over likelihood: the backward pass then yields expected counts
-    beta_N[ends] = lattice.counts[ends] / alpha_N[ends]
-    expected_P = np.zeros(len(p_P))
-    for part, heads in reversed(lattice_steps(back, back.starts, lattice.positions)):
-        start, piece = back.starts[part], back.pieces[part]
-        flow = p_P[piece] * beta_N[back.ends[part]]
-        beta_N[start[heads]] = np.add.reduceat(flow, heads)
-        expected_P += np.bincount(piece, weights=alpha_N[start] * flow, minlength=len(p_P))
-    return expected_P
+    return kernels.sum_expected_counts(*state.edges, pieces.lengths, p_P, lattice.counts, lattice.ends)
 
 
 def run_m_step(state: UnigramState, expected_P: np.ndarray, drop_rare: bool = True) -> UnigramState:
@@ -260,72 +223,22 @@ def prune_pieces(state: UnigramState, lattice: WordLattice, num_pieces: int) -> 
     pieces = state.pieces
     if len(pieces.text_offsets) <= num_pieces:
         return state
-    used = viterbi_paths(state.by_end, pieces.scores, np.flatnonzero(lattice.chars == 0), lattice.positions)
-    freq_P = np.bincount(used.pieces, weights=lattice.counts[used.starts], minlength=len(pieces.text_offsets))
-    loss_P = pruning_loss(state, lattice, freq_P)
+    loss_P = pruning_losses(state, lattice)
     loss_P[pieces.lengths == 1] = np.inf
     keep_P = np.zeros(len(loss_P), dtype=bool)
     keep_P[np.argsort(-loss_P, kind="stable")[: max(num_pieces, int((pieces.lengths == 1).sum()))]] = True
     return state.keep_pieces(keep_P)
 
 
-def viterbi_paths(edges: LatticeEdges, score_P: np.ndarray, ends: np.ndarray, position_N: np.ndarray) -> LatticeEdges:
-    """Return the edges of the best path to each end (Viterbi); ties go to the first edge."""
-    best_N, via_N = np.zeros(len(position_N)), np.full(len(position_N), -1)
-    for part, heads in lattice_steps(edges, edges.ends, position_N):
-        value = best_N[edges.starts[part]] + score_P[edges.pieces[part]]
-        top = np.maximum.reduceat(value, heads)
-        group = np.repeat(np.arange(len(heads)), np.diff(heads, append=len(value)))
-        winners = np.flatnonzero(value == top[group])
-        winners = winners[np.diff(group[winners], prepend=-1) > 0]
-        node = edges.ends[part][heads]
-        best_N[node], via_N[node] = top, part.start + winners
-    path, node = [], ends
-    while len(node := node[via_N[node] >= 0]):
-        path.append(via_N[node])
-        node = edges.starts[via_N[node]]
-    return edges.take(np.concatenate([np.zeros(0, dtype=np.int64), *path]))
+def count_best_pieces(state: UnigramState, lattice: WordLattice) -> np.ndarray:
+    """Return how often each piece (P,) is in the best segmentations of the words (Viterbi)."""
+    return kernels.count_best_pieces(
+        *state.edges, state.pieces.lengths, state.pieces.scores, lattice.counts, lattice.ends
+    )
 
 
-def pruning_loss(state: UnigramState, lattice: WordLattice, freq_P: np.ndarray) -> np.ndarray:
+def pruning_losses(state: UnigramState, lattice: WordLattice) -> np.ndarray:
     """Return the loss of log-likelihood (P,) in nats if a piece is replaced by its best alternative pieces."""
-    pieces, total = state.pieces, freq_P.sum()
-    edges = state.by_start.take(np.argsort(state.by_start.starts, kind="stable"))
-    first_N = np.searchsorted(edges.starts, np.arange(len(lattice.chars) + 1))
-    loss_P = np.zeros(len(freq_P))
-    used = np.flatnonzero((pieces.lengths > 1) & (freq_P > 0))
-    for block in (used[i : i + PRUNE_BLOCK_PIECES] for i in range(0, len(used), PRUNE_BLOCK_PIECES)):
-        owner, piece = best_alternative_pieces(pieces, edges, first_N, block)
-        num = np.bincount(owner, minlength=len(block))
-        freq = freq_P[block]
-        log_alt = np.bincount(owner, weights=np.log(freq_P[piece] + freq[owner]), minlength=len(block))
-        log_alt -= num * np.log(total + freq * (num - 1))
-        loss_P[block] = freq * (np.log(freq / total) - log_alt)
-    return loss_P
-
-
-def best_alternative_pieces(
-    pieces: PieceTable, edges: LatticeEdges, first_N: np.ndarray, piece_ids: np.ndarray
-) -> tuple[np.ndarray, np.ndarray]:
-    """Return the best segmentation of each piece without itself: indices into `piece_ids`, and the pieces of it."""
-    length = pieces.lengths[piece_ids]
-    offset = np.cumsum(length + 1) - (length + 1)
-    owner_n, offset_n = expand_ranges(np.zeros_like(length), length + 1)
-    inside = offset_n < length[owner_n]
-    start_n = (pieces.text_offsets[piece_ids][owner_n] + offset_n)[inside]
-    from_n, edge = expand_ranges(first_N[start_n], first_N[start_n + 1])
-    owner, start = owner_n[inside][from_n], start_n[from_n]
-    shift = offset[owner] - pieces.text_offsets[piece_ids][owner]
-    end = edges.ends[edge]
-    fits = (end + shift <= offset[owner] + length[owner]) & (edges.pieces[edge] != piece_ids[owner])
-    small = LatticeEdges((start + shift)[fits], (end + shift)[fits], edges.pieces[edge][fits])
-    small = small.take(np.lexsort((small.ends, offset_n[small.ends])))
-    path = viterbi_paths(small, pieces.scores, offset + length, offset_n)
-    return owner_n[path.starts], path.pieces
-
-
-def expand_ranges(start: np.ndarray, stop: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Return the index of the range of each number, and all numbers of many ranges."""
-    size = stop - start
-    which = np.repeat(np.arange(len(size)), size)
-    return which, np.arange(size.sum()) - np.repeat(np.cumsum(size) - size, size) + start[which]
+    past_N = np.cumsum(state.edges.degrees, dtype=np.int64)
+    first_edge_P = past_N[state.pieces.text_offsets] - state.edges.degrees[state.pieces.text_offsets]
+    return kernels.sum_pruning_losses(*state.edges, first_edge_P, *state.pieces, count_best_pieces(state, lattice))
