@@ -70,10 +70,11 @@ REPEATS_WORTH_READING = 15.4  # R* of `worth_of_repeats`
 MAX_RATE_FACTOR = 2.0  # a learning rate follows the batch up to this factor, up or down
 
 
-# Recipes of models that are named by their architecture, which no paper fixes (docs/results.md, minimal pairs).
+# Recipes of models that are named by their architecture, which no paper fixes (docs/results.md, minimal pairs, transfer).
 SHAPE_RECIPES: dict[str, dict[str, Any]] = {
     "encoder": {"objective": OBJECTIVES["mlm-and-clm"], "split": "sentence"},
     "decoder": {"split": "sentence"},
+    "encoder-decoder": {"objective": OBJECTIVES["span-corruption-and-mlm"]},
 }
 # Passes over 10M words after which such a model overfits, by objective: causal rows have a label at every position, and
 # overfit first. Masked rows alone still learn after 48 passes (docs/results.md, minimal pairs). A smaller text is
