@@ -73,6 +73,7 @@ def test_the_same_tokens(name: str, untrained: Any, on_device: Any) -> None:
         dict(repetition_penalty=1.5),
         dict(min_new_tokens=12),
         dict(temperature=0.7, min_p=0.05, repetition_penalty=1.2, seed=7),
+        dict(temperature=1.3, top_k=20, top_p=0.9, min_p=0.01, min_new_tokens=12, seed=8),
     ],
     ids=str,
 )

@@ -12,7 +12,14 @@ import torch
 from firth.core.errors import UserError
 from firth.generate import GenerationConfig
 from firth.generate.config import MIN_SAMPLING_TEMPERATURE, make_generation_config
-from firth.generate.sampling import LogitsProcessor, TokenSampler, ngram_continuations, warp_logits
+from firth.generate.sampling import (
+    LogitsProcessor,
+    TokenSampler,
+    ngram_continuations,
+    sample_from_uniform,
+    sample_tokens,
+    warp_logits,
+)
 
 CPU = torch.device("cpu")
 
@@ -103,7 +110,9 @@ def test_min_p_draws_among_those_near_the_likeliest() -> None:
     ],
     ids=str,
 )
-def test_what_is_drawn_from_is_theirs(settings: dict[str, Any]) -> None:
+@pytest.mark.parametrize("vocab_size", [40, 1300])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_what_is_drawn_from_is_theirs(settings: dict[str, Any], vocab_size: int, dtype: torch.dtype) -> None:
     transformers = pytest.importorskip("transformers")
     makers = [
         ("temperature", transformers.TemperatureLogitsWarper),
@@ -111,11 +120,92 @@ def test_what_is_drawn_from_is_theirs(settings: dict[str, Any]) -> None:
         ("top_p", transformers.TopPLogitsWarper),
         ("min_p", transformers.MinPLogitsWarper),
     ]
-    logits = torch.randn(6, 40, generator=torch.Generator().manual_seed(0)) * 2
-    theirs = logits
+    logits = (torch.randn(6, vocab_size, generator=torch.Generator().manual_seed(0)) * 2).to(dtype)
+    theirs = logits.float()
     for name, make in makers:
         theirs = make(settings[name])(None, theirs) if name in settings else theirs
-    torch.testing.assert_close(warp_logits(logits, GenerationConfig(**settings)), theirs)
+    ours = warp_logits(logits, GenerationConfig(**settings))
+    if dtype == torch.bfloat16:  # has ties, and their sort by top-p keeps any of them
+        ours, theirs = ours.sort().values, theirs.sort().values
+    torch.testing.assert_close(ours, theirs)
+
+
+def draw_by_definition(logits: torch.Tensor, u: torch.Tensor, decoding: GenerationConfig) -> list[int]:
+    """Every rule over the whole vocabulary, one row after another; all ties with the k-th token are kept."""
+    drawn = []
+    for row, at in zip(logits.float() / decoding.temperature, u.double(), strict=True):
+        if decoding.top_k:
+            row = row.masked_fill(row < row.sort(descending=True).values[: decoding.top_k][-1], -math.inf)
+        if decoding.top_p < 1:
+            order = row.argsort(stable=True)
+            is_tail = row[order].softmax(0).cumsum(0) <= 1 - decoding.top_p
+            row[order[:-1][is_tail[:-1]]] = -math.inf
+        if decoding.min_p:
+            row = row.masked_fill(row < row.max() + math.log(decoding.min_p), -math.inf)
+        cdf = row.double().softmax(0).cumsum(0)
+        drawn.append(int((cdf > at * cdf[-1]).nonzero()[0]))
+    return drawn
+
+
+@pytest.mark.parametrize("rounding", ["float32", "bfloat16", "halves"])
+@pytest.mark.parametrize("vocab_size", [7, 700, 1500])
+@pytest.mark.parametrize(
+    "settings",
+    [
+        dict(),
+        dict(min_p=0.1),
+        dict(top_p=0.6),
+        dict(top_k=1),
+        dict(top_k=50),
+        dict(top_k=50, top_p=0.9),
+        dict(top_k=20, top_p=0.8, min_p=0.05),
+        dict(top_k=300, top_p=0.95),
+        dict(top_k=1500, min_p=0.01),
+    ],
+    ids=str,
+)
+def test_the_draw_is_that_of_the_whole_vocabulary(settings: dict[str, Any], vocab_size: int, rounding: str) -> None:
+    """Also among ties, among forbidden tokens, with fewer tokens than top-k, and at both ends of the random numbers."""
+    rng = torch.Generator().manual_seed(vocab_size)
+    logits = torch.randn(12, vocab_size, generator=rng) * 3 - 40
+    logits = (logits * 2).round() / 2 if rounding == "halves" else logits
+    logits = logits.bfloat16() if rounding == "bfloat16" else logits
+    logits[4:8, vocab_size // 2 :] = -math.inf
+    logits[8:, 3:-2] = -math.inf
+    u = torch.rand(12, 1, generator=rng)
+    u[::4], u[1::4] = 0, 1 - 2**-24
+    for temperature in (0.8, 1.3):
+        decoding = GenerationConfig(temperature=temperature, **settings)
+        found = sample_tokens(logits, decoding, u)
+        assert found.tolist() == draw_by_definition(logits, u, decoding)
+        alone = [sample_tokens(logits[i : i + 1], decoding, u[i : i + 1]) for i in range(12)]
+        assert torch.cat(alone).tolist() == found.tolist()
+
+
+def test_ties_with_the_kth_are_kept_up_to_a_number() -> None:
+    logits = torch.zeros(1, 1000)
+    logits[:, 1::2] = -1.0
+    logits[:, 200:] = -2.0
+    for top_k, kept in ((60, 100), (100, 100), (110, 200), (40, 100), (10, 74), (250, 500)):
+        found = warp_logits(logits, GenerationConfig(temperature=1.0, top_k=top_k))[0].isfinite()
+        assert int(found.sum()) == kept
+        assert not found[logits[0] < logits[0][found].min()].any()
+
+
+@pytest.mark.parametrize("vocab_size", [512, 513, 1024, 1500])
+def test_a_certain_token_is_drawn_in_every_block(vocab_size: int) -> None:
+    certain = torch.tensor([0, 1, 511, vocab_size - 1])
+    scores = torch.full((4, vocab_size), -math.inf).scatter(1, certain[:, None], 0.0)
+    for u in (0.0, 0.3, 1 - 2**-24):
+        assert sample_from_uniform(scores, torch.full((4, 1), u)).tolist() == certain.tolist()
+
+
+def test_where_all_is_forbidden_a_token_of_the_vocabulary_is_drawn() -> None:
+    """The slots of a batch that wait for a prompt compute something, too."""
+    for settings in (dict(), dict(top_k=5, top_p=0.5)):
+        decoding = GenerationConfig(temperature=1.0, **settings)
+        (drawn,) = sample_tokens(torch.full((1, 1000), -math.inf), decoding, torch.full((1, 1), 0.5)).tolist()
+        assert 0 <= drawn < 1000
 
 
 @pytest.mark.parametrize("settings", [dict(repetition_penalty=1.7), dict(no_repeat_ngram_size=3)], ids=str)

@@ -44,10 +44,9 @@ from firth.generate.sampling import (
     NEG_INF,
     apply_repetition_penalty,
     force_token,
-    sample_from_uniform,
+    sample_tokens,
     seen_tokens,
     token_uniforms,
-    warp_logits,
 )
 from firth.models import Encoder, EncoderDecoder, ForcedTokens, Model, Stack
 from firth.models.fused_decode import FusedDecode, can_fuse_decode, fused_logits
@@ -287,8 +286,8 @@ class DeviceDecode:
         config = GenerationConfig(
             temperature=settings.temperature, top_k=settings.top_k, top_p=settings.top_p, min_p=settings.min_p
         )
-        scores_BV = warp_logits(self.process(self.logits_BV.float()), config)
-        token_B1 = sample_from_uniform(scores_BV, self.uniform_BL.gather(1, self.count_B[:, None]))[:, None]
+        uniform_B1 = self.uniform_BL.gather(1, self.count_B[:, None])
+        token_B1 = sample_tokens(self.process(self.logits_BV), config, uniform_B1)[:, None]
         return torch.zeros_like(token_B1, dtype=torch.float32), token_B1
 
     def process(self, scores_BV: Tensor) -> Tensor:

@@ -90,7 +90,7 @@ def describe_logprobs(
     logprob_V: Tensor, top: int, temperatures: Sequence[float], top_ps: Sequence[float]
 ) -> NextTokens:
     """Return the `top` likeliest tokens of a distribution, and the sums over the others."""
-    # As in the sampler's `keep_top_p`: of equally likely tokens the last one comes first.
+    # As in the sampler's `removed_by_top_p`: of equally likely tokens the last one comes first.
     ids_V = logprob_V.argsort(stable=True).flip(0)
     listed, rest_R = logprob_V[ids_V[:top]], logprob_V[ids_V[top:]]
     return NextTokens(

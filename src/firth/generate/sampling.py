@@ -8,16 +8,18 @@ a large one together (Holtzman et al. 2019, section 3):
 
 - temperature divides the logits: below 1 sharpens the distribution, above 1 flattens it, and 0 means argmax (greedy),
   as does a temperature so small that one token is certain and the quotient may overflow;
-- top-k keeps the k likeliest tokens (Fan et al. 2018): a fixed number, whether the model is certain or not;
+- top-k keeps the k likeliest tokens (Fan et al. 2018): a fixed number, whether the model is certain or not. The steps
+  after it, sorts and cumulative sums, need these candidates alone, not the whole vocabulary;
 - top-p keeps the smallest set of likeliest tokens whose probability reaches p (nucleus sampling, Holtzman et al. 2019):
   few tokens where the model is certain, many where it is not;
 - min-p keeps tokens with at least min_p times the probability of the likeliest one (Nguyen et al. 2024): the threshold
   follows the model's certainty, and stays useful at high temperatures.
 
 The draw inverts the cumulative distribution at a uniform number that depends on the seed, the row and the step alone.
-So a row's text does not depend on the batch around it. All tensors stay on the device of the logits.
+So a row's text does not depend on the batch around it. All tensors stay on the device of the logits, and no shape
+depends on their values: a CUDA graph can hold the choice.
 
-B rows, V vocabulary, E EOS tokens, N banned tokens.
+B rows, V vocabulary, K candidates, N blocks of W tokens, E EOS tokens. In `ban_repeated_ngrams`, N banned tokens.
 """
 
 from __future__ import annotations
@@ -27,6 +29,7 @@ from collections.abc import Sequence
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from firth.generate.config import GenerationConfig
@@ -36,6 +39,8 @@ from firth.objectives import CounterRNG
 from firth.tokens import TokenIds
 
 NEG_INF = float("-inf")
+MIN_TIE_SLACK = 64  # least number of candidates beyond top-k, for ties with the k-th: logits in bfloat16 have many
+CDF_BLOCK_TOKENS = 512  # about twice the square root of a vocabulary: both cumulative sums are short
 
 
 class LogitsProcessor:
@@ -169,33 +174,98 @@ def ngram_continuations(ids: TokenIds, n: int) -> list[int]:
 # --- sampling -----------------------------------------------------------------------------------------------------
 
 
+def sample_tokens(scores_BV: Tensor, generation_config: GenerationConfig, u_B1: Tensor) -> Tensor:
+    """(B,): sample a token of each row, at uniform numbers `u` in [0, 1), after temperature, top-k, top-p and min-p."""
+    scores_BK, token_BK = warp_candidates(scores_BV, generation_config)
+    index_B = sample_from_uniform(scores_BK, u_B1)
+    return index_B if token_BK is None else token_BK.gather(1, index_B[:, None])[:, 0]
+
+
 def warp_logits(scores_BV: Tensor, generation_config: GenerationConfig) -> Tensor:
     """Apply temperature, top-k, top-p and min-p; removed tokens get -inf."""
-    scores_BV = scores_BV / generation_config.temperature
-    if generation_config.top_k:
-        kth_B1 = scores_BV.topk(min(generation_config.top_k, scores_BV.shape[1])).values[:, -1:]
-        scores_BV = scores_BV.masked_fill(scores_BV < kth_B1, NEG_INF)
-    if generation_config.top_p < 1:
-        scores_BV = keep_top_p(scores_BV, generation_config.top_p)
+    scores_BK, token_BK = warp_candidates(scores_BV, generation_config)
+    if token_BK is None:
+        return scores_BK
+    return scores_BK.new_full(scores_BV.shape, NEG_INF).scatter_(1, token_BK, scores_BK)
+
+
+def warp_candidates(scores_BV: Tensor, generation_config: GenerationConfig) -> tuple[Tensor, Tensor | None]:
+    """Return the warped scores (B, K) of the candidates and their tokens (B, K), in the order of the vocabulary.
+
+    Without top-k the candidates are the whole vocabulary, and the tokens are None.
+    """
+    temperature, top_k, top_p = generation_config.temperature, generation_config.top_k, generation_config.top_p
+    token_BK = None
+    if top_k:
+        scores_BK, token_BK = top_k_candidates(scores_BV, top_k, temperature)
+    else:
+        scores_BK = apply_temperature(scores_BV, temperature)
+    if top_p < 1:
+        scores_BK = scores_BK.masked_fill_(removed_by_top_p(scores_BK, top_p), NEG_INF)
     if generation_config.min_p:
         # p >= min_p * max(p) in log space: the softmax denominators cancel.
-        floor_B1 = scores_BV.amax(-1, keepdim=True) + math.log(generation_config.min_p)
-        scores_BV = scores_BV.masked_fill(scores_BV < floor_B1, NEG_INF)
-    return scores_BV
+        floor_B1 = scores_BK.amax(-1, keepdim=True) + math.log(generation_config.min_p)
+        scores_BK = scores_BK.masked_fill_(scores_BK < floor_B1, NEG_INF)
+    return scores_BK, token_BK
 
 
-def keep_top_p(scores_BV: Tensor, top_p: float) -> Tensor:
-    """Keep the smallest set of likeliest tokens whose probability reaches `top_p`; always the likeliest."""
-    sorted_BV, token_BV = scores_BV.sort(stable=True)
-    removed_BV = sorted_BV.softmax(-1).cumsum(-1) <= 1 - top_p  # ascending order: the tail comes first
-    removed_BV[:, -1] = False
-    return scores_BV.masked_fill(removed_BV.scatter(1, token_BV, removed_BV), NEG_INF)
+def apply_temperature(scores_BV: Tensor, temperature: float) -> Tensor:
+    """Divide by the temperature, at least in float32."""
+    return scores_BV.to(torch.promote_types(scores_BV.dtype, torch.float32)) / temperature
+
+
+def top_k_candidates(scores_BV: Tensor, top_k: int, temperature: float) -> tuple[Tensor, Tensor]:
+    """Return scores / temperature and tokens (B, K), in the order of the vocabulary; those below the k-th get -inf.
+
+    Tokens with the same score as the k-th are kept beside it, as in `transformers`. But K is fixed: at most the larger
+    of `top_k` and `MIN_TIE_SLACK` are kept beyond the k-th, and `topk` decides which.
+    """
+    num_candidates = min(top_k + max(top_k, MIN_TIE_SLACK), scores_BV.shape[1])
+    scores_BK, token_BK = scores_BV.topk(num_candidates)  # in descending order
+    scores_BK = apply_temperature(scores_BK, temperature)  # may make scores equal, so it precedes the comparison
+    kth_B1 = scores_BK[:, :top_k][:, -1:]
+    scores_BK = scores_BK.masked_fill_(scores_BK < kth_B1, NEG_INF)
+    token_BK, order_BK = token_BK.sort()
+    return scores_BK.gather(1, order_BK), token_BK
+
+
+def removed_by_top_p(scores_BK: Tensor, top_p: float) -> Tensor:
+    """(B, K): true outside the smallest set of likeliest tokens whose probability reaches `top_p`.
+
+    The likeliest token is always in the set. Of equally likely ones, the last comes first.
+    """
+    sorted_BK, order_BK = scores_BK.sort(stable=True)
+    removed_BK = sorted_BK.softmax(-1).cumsum(-1) <= 1 - top_p  # ascending order: the tail comes first
+    removed_BK[:, -1] = False
+    return torch.empty_like(removed_BK).scatter_(1, order_BK, removed_BK)
 
 
 def sample_from_uniform(scores_BV: Tensor, u_B1: Tensor) -> Tensor:
-    """(B,): inverse-CDF sampling, the first token whose cumulative probability exceeds `u` in [0, 1)."""
-    cdf_BV = scores_BV.double().softmax(-1).cumsum(-1)  # float64: float32 sums lose small probabilities
-    return torch.searchsorted(cdf_BV, u_B1.double() * cdf_BV[:, -1:], right=True)[:, 0]
+    """(B,): inverse-CDF sampling, the first token whose cumulative probability exceeds `u` in [0, 1).
+
+    A cumulative sum over a long row is slow on a GPU. So a vocabulary is summed in blocks: the cumulative sum of the
+    blocks finds one block, and the cumulative sum inside it the token.
+    """
+    V, W = scores_BV.shape[1], CDF_BLOCK_TOKENS
+    if V <= W:
+        cdf_BV = scores_BV.double().softmax(-1).cumsum(-1)  # float64: float32 sums lose small probabilities
+        return first_above(cdf_BV, u_B1 * cdf_BV[:, -1:])[:, 0]
+    padded_BV = F.pad(scores_BV, (0, -V % W), value=NEG_INF)
+    p_BNW = padded_BV.double().softmax(-1).unflatten(1, (-1, W))
+    cdf_BN = p_BNW.sum(-1).cumsum(-1)
+    threshold_B1 = u_B1 * cdf_BN[:, -1:]
+    block_B1 = first_above(cdf_BN, threshold_B1)
+    before_B1 = F.pad(cdf_BN, (1, 0)).gather(1, block_B1)
+    cdf_BW = p_BNW.take_along_dim(block_B1[:, :, None], 1)[:, 0].cumsum(-1)
+    return (block_B1 * W + first_above(cdf_BW, threshold_B1 - before_B1))[:, 0]
+
+
+def first_above(cdf_BN: Tensor, threshold_B1: Tensor) -> Tensor:
+    """(B, 1): index of the first cumulative sum above the threshold.
+
+    Where rounding puts the threshold above all of them, the last that adds something.
+    """
+    return ((cdf_BN <= threshold_B1) & (cdf_BN < cdf_BN[:, -1:])).sum(-1, keepdim=True)
 
 
 def token_uniforms(
@@ -228,9 +298,7 @@ class TokenSampler:
         scores_BV = self.logits_processor.process(logits_BV, step)
         if self.generation_config.is_greedy:
             return scores_BV.argmax(-1)
-        return sample_from_uniform(
-            warp_logits(scores_BV, self.generation_config), self.uniform(step).to(logits_BV.device)
-        )
+        return sample_tokens(scores_BV, self.generation_config, self.uniform(step).to(logits_BV.device))
 
     def uniform(self, step: int) -> Tensor:
         """(B, 1) numbers in [0, 1): a function of seed, row and step."""
