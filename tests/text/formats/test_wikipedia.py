@@ -197,7 +197,8 @@ REAL = {  # articles, a phrase of the text, and how many skipped pages
 def test_slices_of_real_dumps(name: str) -> None:
     """gensim tests its own reader with them; bgwiki's is UTF-16."""
     spec = importlib.util.find_spec("gensim")
-    assert spec is not None
+    if spec is None:  # it has no wheel for Python 3.14
+        pytest.skip("gensim is not installed")
     assert spec.origin is not None
     path = Path(spec.origin).parent / "test" / "test_data" / name
     num_articles, phrase, num_skipped = REAL[name]
