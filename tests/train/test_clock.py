@@ -160,13 +160,13 @@ def test_minutes_use_the_monotonic_clock(
 def test_a_resume_counts_the_time_used_before(
     corpus_file: Path, tmp_path: Path, hand: Hand, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Training the tokenizer took 40 of 60 seconds before the run was stopped: 18 are left for 9 steps of 2."""
+    """Training the tokenizer took 25 of 60 seconds before the run was stopped: 32 are left for 16 steps of 2."""
     monkeypatch.setattr(pretraining, "time_steps", lambda *given, **named: (2.0, 1.0))
     plain = data_source.train_run_tokenizer
 
     def slowly(*given: Any) -> Any:
         found = plain(*given)
-        hand.now += 40
+        hand.now += 25
         return found
 
     def stopped(*given: Any, **named: Any) -> Any:
@@ -180,10 +180,21 @@ def test_a_resume_counts_the_time_used_before(
             api.pretrain("bert-tiny", corpus_file, tmp_path / "run", **words)
     hand.now += 1e6
     result = api.pretrain("bert-tiny", corpus_file, tmp_path / "run", resume=True, **words)
-    assert result["steps"] == 9
-    assert result["seconds"] == 40
+    assert result["steps"] == 16
+    assert result["seconds"] == 25
     again = api.pretrain("bert-tiny", corpus_file, tmp_path / "anew", **words)
     assert again["steps"] == 27
+
+
+def test_half_of_the_minutes_are_trained_however_long_the_text_took(
+    recipe_of: Recipes, hand: Hand, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """50 of 60 seconds are over: 30 are left all the same, for 3 evaluations of 1 second and 13 steps of 2."""
+    monkeypatch.setattr(pretraining, "time_steps", lambda *given, **named: (2.0, 1.0))
+    recipe = recipe_of("bert", minutes=1.0, max_steps=0, eval_rows=4)
+    assert pretrain(recipe, start_time=hand.now - 50)["steps"] == 13
+    assert "preparing took 50s of the 1m00s" in (said := capsys.readouterr().err)
+    assert "ends 20s late" in said
 
 
 def test_a_run_is_planned_again_when_its_steps_are_slower_and_resumes_exactly(

@@ -49,7 +49,7 @@ from firth.train.compute import choose_compute, choose_threads, limit_threads, t
 from firth.train.distributed import SINGLE_PROCESS, select_device
 from firth.train.pretrain import MIN_USEFUL_STEPS, time_pretraining
 from firth.train.recipe import Recipe
-from firth.train.replan import affordable_steps, limit_evaluations
+from firth.train.replan import affordable_steps, limit_evaluations, seconds_to_train
 from firth.train.resources import available_memory, estimate_resources, measure_flops
 from firth.train.schedule import EVALS_PER_PRETRAINING, describe_short_plan
 from firth.train.step import train_step
@@ -392,7 +392,7 @@ class Planner:
     def seconds_left(self, recipe: Recipe) -> float:
         """Return the seconds of `minutes` for steps and evaluations."""
         used = self.elapsed_seconds + self.text.prepare_seconds + self.start_seconds(recipe)
-        return 60 * recipe.minutes - used
+        return seconds_to_train(recipe.minutes, used)
 
     def count_steps(self, recipe: Recipe, costs: StepCosts, rows: int) -> tuple[int, float]:
         """Return the steps of a run, and its seconds from the command to its end."""
@@ -462,9 +462,7 @@ class Planner:
         found, recipe = list[str](), run.recipe
         if not recipe.minutes and run.seconds > LONG_RUN_SECONDS:
             found.append(f"this takes {format_duration(run.seconds)} on this machine: --minutes limits the time")
-        if recipe.minutes and self.seconds_left(recipe) <= 0:
-            found.append(f"{format_duration(60 * recipe.minutes)} is over before the first step: give more --minutes")
-        elif recipe.minutes and run.steps < min(MIN_USEFUL_STEPS, recipe.max_steps or MIN_USEFUL_STEPS):
+        if recipe.minutes and run.steps < min(MIN_USEFUL_STEPS, recipe.max_steps or MIN_USEFUL_STEPS):
             step_seconds = run.costs.step_seconds(global_batch_rows(recipe, recipe.processes))
             found.append(describe_short_plan(run.steps, run.passes, step_seconds, MIN_USEFUL_STEPS))
         if recipe.minutes and self.text.prepare_seconds > MAX_PREPARE_SHARE * 60 * recipe.minutes:

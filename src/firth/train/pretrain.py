@@ -18,7 +18,7 @@ from typing import Any, NamedTuple, TypeVar
 import numpy as np
 import torch
 
-from firth.core.console import format_count, say
+from firth.core.console import format_count, format_duration, say, warn
 from firth.core.errors import UserError
 from firth.core.files import atomic_folder, find_corruption, read_manifest, read_object, write_results
 from firth.core.serialization import from_dict, to_dict
@@ -76,7 +76,7 @@ from firth.train.log_rules import References
 from firth.train.loop import FitResult, fit
 from firth.train.ramp import check_even_split, mean_batch_rows, ramp_stages, stage_shares
 from firth.train.recipe import FreezeSchedule, Recipe, load_recipe, save_recipe
-from firth.train.replan import Replan
+from firth.train.replan import Replan, seconds_to_train
 from firth.train.resources import check_resources, estimate_resources
 from firth.train.resume import is_run_finished, merge_recipe, rewind_run, verify_same_shards
 from firth.train.samples import SampleFn
@@ -281,6 +281,8 @@ def plan_steps(
 ) -> tuple[PretrainJob, Replan | None]:
     """Resolve the schedule of a new run and save its recipe; return the job with both, and what plans again later."""
     recipe, is_main_process, path = job.recipe, job.dist_context.is_main_process, job.folder / "recipe.yaml"
+    if recipe.minutes:
+        start_time = leave_time_to_train(recipe.minutes, start_time)
     threads = thread_choices(recipe, job.compute) if recipe.minutes else []
     measure = cache(lambda: measure_speed(job, step_seconds, threads, wait_ready))
     resolved = resolve_schedule(
@@ -303,6 +305,20 @@ def plan_steps(
     replan = Replan(recipe, start_time + 60 * recipe.minutes, eval_seconds, record)
     evaluate = replan.time_evaluations(job.evaluate) if job.evaluate is not None else None
     return replace(job, recipe=planned, evaluate=evaluate), replan
+
+
+def leave_time_to_train(minutes: float, start_time: float) -> float:
+    """Return the start of the clock of `minutes`: a later one where preparing has taken more than half of them."""
+    now = time.monotonic()
+    elapsed = now - start_time
+    late = elapsed + seconds_to_train(minutes, elapsed) - 60 * minutes
+    if late <= 0:
+        return start_time
+    warn(
+        f"preparing took {format_duration(elapsed)} of the {format_duration(60 * minutes)}: half of them are left for "
+        f"training, so that the run ends {format_duration(late)} late. `firth prepare` prepares a text once"
+    )
+    return start_time + late
 
 
 def measure_speed(

@@ -20,7 +20,17 @@ REPLAN_SHARES = (0.05, 0.25, 0.5, 0.75)  # of the steps
 WARMUP_STEPS = 3  # the first steps compile and warm caches: they are not timed
 MIN_TIMED_STEPS = 5  # fewer say too little about the speed
 REPLAN_TOLERANCE = 0.05  # a plan that is off by less is kept
+MIN_TRAINING_SHARE = 0.5  # of `minutes`: a text that takes longer to prepare delays the end of the run
 MAX_EVAL_TIME_SHARE = 0.1  # of the time left, for evaluations at an interval that the user has not set
+
+
+def seconds_to_train(minutes: float, elapsed_seconds: float) -> float:
+    """Return the seconds that are left to train: what the preparation has not used, and no less than half of all.
+
+    >>> seconds_to_train(2, 20.0), seconds_to_train(2, 110.0)
+    (100.0, 60.0)
+    """
+    return max(60 * minutes - elapsed_seconds, 60 * minutes * MIN_TRAINING_SHARE)
 
 
 def limit_evaluations(num_evals: int, seconds_left: float, eval_seconds: float) -> int:
