@@ -70,7 +70,7 @@ REPEATS_WORTH_READING = 15.4  # R* of `worth_of_repeats`
 MAX_RATE_FACTOR = 2.0  # a learning rate follows the batch up to this factor, up or down
 
 
-# Recipes of models that are named by their architecture, which no paper fixes (docs/results.md, minimal pairs, transfer).
+# Recipes of models that are named by their architecture, which no paper fixes (docs/results.md).
 SHAPE_RECIPES: dict[str, dict[str, Any]] = {
     "encoder": {"objective": OBJECTIVES["mlm-and-clm"], "split": "sentence"},
     "decoder": {"split": "sentence"},
