@@ -114,12 +114,9 @@ def test_words_and_spaces_are_what_the_tokenizer_decodes(tokenizers: dict[str, T
 # --- 1,000 schemas ---------------------------------------------------------------------------------------------------
 
 
-def check_instances(tokenizers: dict[str, Tokenizer], seeds: range) -> tuple[int, int]:
-    """Feed the tokens of valid instances to the constraint; return how many were accepted and rejected.
-
-    Only tokenizers that do not say where spaces stand may reject one: a key "x.y" may be read as "x. y".
-    """
-    num_accepted = num_rejected = 0
+def check_instances(tokenizers: dict[str, Tokenizer], seeds: range) -> int:
+    """Feed the tokens of valid instances to the constraint, which must accept all; return their number."""
+    num_accepted = 0
     for seed in seeds:
         drawn, kinds = draw_schema(random.Random(seed)), list(MODELS)
         instances = [drawn.instance() for _ in range(3)]
@@ -134,13 +131,9 @@ def check_instances(tokenizers: dict[str, Tokenizer], seeds: range) -> tuple[int
                     continue
                 row = constraint.start_row()
                 for i, token in enumerate(ids):
-                    if kind in EXACT_KINDS:
-                        assert row.permitted()[token], (seed, kind, text, constraint.text(ids[:i]))
+                    assert row.permitted()[token], (seed, kind, text, constraint.text(ids[:i]))
                     row.accept(token)
                 facts = constraint.facts(ids)
-                if kind not in EXACT_KINDS and not facts["complete"]:
-                    num_rejected += 1
-                    continue
                 assert facts["complete"], (seed, kind, text)
                 if kind in EXACT_KINDS:
                     assert facts["value"] == instance
@@ -148,7 +141,7 @@ def check_instances(tokenizers: dict[str, Tokenizer], seeds: range) -> tuple[int
                 else:
                     validate(facts["value"], drawn.schema)
                 num_accepted += 1
-    return num_accepted, num_rejected
+    return num_accepted
 
 
 def check_outputs(models: dict[str, Model], seeds: range, max_new_tokens: int = 300) -> tuple[int, int]:
@@ -173,9 +166,7 @@ def check_outputs(models: dict[str, Model], seeds: range, max_new_tokens: int = 
 
 
 def test_accepts_every_valid_instance(tokenizers: dict[str, Tokenizer]) -> None:
-    num_accepted, num_rejected = check_instances(tokenizers, range(24))
-    assert num_accepted > 100
-    assert num_rejected == 0
+    assert check_instances(tokenizers, range(24)) > 100
 
 
 def test_every_output_validates(models: dict[str, Model]) -> None:
@@ -330,10 +321,9 @@ def is_ipv6(text: str) -> bool:
 
 @pytest.mark.slow
 def test_accepts_every_valid_instance_of_a_thousand_schemas(tokenizers: dict[str, Tokenizer]) -> None:
-    num_accepted, num_rejected = check_instances(tokenizers, range(1000))
-    print(f"{num_accepted} instances are accepted, {num_rejected} rejected")
+    num_accepted = check_instances(tokenizers, range(1000))
+    print(f"{num_accepted} instances are accepted, none rejected")
     assert num_accepted > 4000
-    assert num_rejected < 0.005 * num_accepted
 
 
 @pytest.mark.slow
@@ -341,6 +331,100 @@ def test_every_output_for_a_thousand_schemas_validates(models: dict[str, Model])
     num_complete, num_cut = check_outputs(models, range(1000))
     print(f"{num_complete} texts are complete and valid, {num_cut} were cut")
     assert num_complete > 4 * num_cut
+
+
+# --- tokens that leave spaces open -----------------------------------------------------------------------------------
+
+
+def closed_object(**properties: Any) -> dict[str, Any]:
+    return {"type": "object", "properties": properties, "required": list(properties), "additionalProperties": False}
+
+
+TEXT, NUMBER = {"type": "string"}, {"type": "integer"}
+HOSTNAME, X_Y = {"type": "string", "format": "hostname"}, {"const": "x.y"}
+MANY_SPACES = "a.b,c:d.e,f:g.h,i:j.k,l:m.n"  # 13 places where a space may stand, and usually does
+EXACT_LENGTH = {"minLength": len(MANY_SPACES), "maxLength": len(MANY_SPACES)}
+FREE_KEYS = {
+    "type": "object",
+    "properties": {"x.y": HOSTNAME, "name": TEXT},
+    "additionalProperties": {"type": "string", "pattern": "[0-9]"},
+}
+NUMBERS_AND_TEXT = [{"type": "array", "items": {"type": "number", "maximum": 90}}, {"type": "string", "maxLength": 8}]
+BY_TEXT = {"anyOf": [closed_object(k=X_Y, b=NUMBER), closed_object(k={**TEXT, "pattern": "^x"}, c=NUMBER)]}
+BY_FORMAT = {"anyOf": [closed_object(k=HOSTNAME, b=NUMBER), closed_object(k=TEXT, c=NUMBER)]}
+BY_LIST = {
+    "anyOf": [
+        closed_object(k={"type": "array", "items": X_Y}, b=NUMBER),
+        closed_object(k={"type": "array", "items": TEXT}, c=NUMBER),
+    ]
+}
+
+
+@pytest.mark.parametrize("kind", ["wordpiece", "bpe"])
+@pytest.mark.parametrize(
+    ("schema", "instance"),
+    [
+        (FREE_KEYS, {"x.y": "www.3-com.example", "name": "fox"}),
+        (FREE_KEYS, {"x.y": "a.3", "x. y": "3"}),
+        ({"type": "array", "prefixItems": NUMBERS_AND_TEXT}, [[1.5, 2.5, 3.5, 4.5, 5.5], ",a-b-c-d"]),
+        ({"type": "string", **EXACT_LENGTH}, MANY_SPACES),
+        (
+            closed_object(a={"type": "string", "pattern": f"^.{{{len(MANY_SPACES)}}}$"}, b=NUMBER),
+            {"a": MANY_SPACES, "b": 1},
+        ),
+        (BY_TEXT, {"k": "x.y", "b": 1}),
+        (BY_TEXT, {"k": "x.y", "c": 1}),
+        (BY_TEXT, {"k": "x. y", "c": 1}),
+        (BY_FORMAT, {"k": "a.b.c.d.e.f.g", "b": 1}),
+        (BY_FORMAT, {"k": "a.b.c.d.e.f.g", "c": 1}),
+        (BY_LIST, {"k": ["x.y"] * 9, "b": 1}),
+        (BY_LIST, {"k": ["x.y"] * 9, "c": 1}),
+        (closed_object(**{"é b": {**TEXT, "maxLength": 4}}, n=TEXT), {"é b": '"\\/\n', "n": "tab\there \\"}),
+    ],
+)
+def test_open_spaces_exclude_no_instance(
+    tokenizers: dict[str, Tokenizer], kind: str, schema: dict[str, Any], instance: Any
+) -> None:
+    """However many ways there are to read a string, those that the schema tells apart are kept."""
+    tokenizer = tokenizers[kind]
+    constraint, ids = build(tokenizer, json_schema=schema), tokenizer.encode(json.dumps(instance, ensure_ascii=False))
+    row = constraint.start_row()
+    for token in ids:
+        assert row.permitted()[token], row.readings[0].text
+        row.accept(token)
+    assert row.permitted()[constraint.vocabulary.eos_ids].all()
+    validate(constraint.facts(ids)["value"], schema)
+
+
+@pytest.mark.parametrize("kind", ["wordpiece", "bpe"])
+def test_names_are_read_as_the_schema_has_them(tokenizers: dict[str, Tokenizer], kind: str) -> None:
+    """Of "x.y" and "x. y", the second is more usual; where both are valid, the first is in the schema."""
+    schema = {"type": "object", "properties": {"x.y": TEXT}, "additionalProperties": TEXT}
+    tokenizer = tokenizers[kind]
+    for instance in ({"x.y": "fox"}, {"x.y": "fox", "x. y": "dog"}, {"dog": "x.y"}):
+        ids = tokenizer.encode(json.dumps(instance))
+        assert build(tokenizer, json_schema=schema).facts(ids)["value"] == instance
+
+
+@pytest.mark.parametrize("kind", ["wordpiece", "bpe"])
+def test_one_reading_is_kept_where_the_schema_asks_nothing(tokenizers: dict[str, Tokenizer], kind: str) -> None:
+    """Of a text with many spaces, and of lists: JSON has one space after a comma and a colon, and no other."""
+    tokenizer = tokenizers[kind]
+    for instance in ([MANY_SPACES] * 3, {"a": [1, -2.5, {"b": [[], 3]}], "c": MANY_SPACES}):
+        row = build(tokenizer, json_schema={"type": ["object", "array"]}).start_row()
+        row.accept_all(tokenizer.encode(json.dumps(instance)))
+        assert len(row.readings) == 1
+
+
+def test_a_vocabulary_of_whole_words_of_bits(tokenizers: dict[str, Tokenizer]) -> None:
+    """llguidance's masks of 288 tokens, and of as many with a space, have one word more than twice nine."""
+    tokenizer = train_tokenizer(TEXTS * 3, "wordpiece", 288)
+    assert tokenizer.vocab.size == 288
+    row = build(tokenizer, json_schema=TEXT).start_row()
+    for token in tokenizer.encode('"the fox"'):
+        assert row.permitted()[token]
+        row.accept(token)
+    assert row.permitted().sum() == 1
 
 
 # --- masks -----------------------------------------------------------------------------------------------------------

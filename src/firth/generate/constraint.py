@@ -16,8 +16,8 @@ computed when it is asked for: on a GPU, the model's kernels run meanwhile.
 
 Byte-level, Unigram and character tokens say exactly which bytes they add. WordPiece, word and BPE-with-"</w>" tokens do
 not say whether a space stands before a word (`tokens/token_bytes.py`). There, a row keeps several readings of its
-tokens at once, each with a matcher of its own; those that the grammar rejects are dropped, and the most usual one is
-the text.
+tokens at once, each with a matcher of its own. Those that the grammar rejects are dropped, and of those that a schema
+cannot tell apart (`json_prefix.py`), the most usual one stays. The most usual one of all is the text.
 
 B rows, V vocabulary, W words of 32 bits, one for each token.
 """
@@ -25,7 +25,8 @@ B rows, V vocabulary, W words of 32 bits, one for each token.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Sequence
+from collections import Counter
+from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any, NamedTuple
@@ -38,10 +39,11 @@ from torch import Tensor
 
 from firth.core.errors import UserError, quote
 from firth.generate.grammar import MAX_CACHED_GRAMMARS, Grammar, byte_matcher, import_llguidance
+from firth.generate.json_prefix import JsonPrefix, StringRules
 from firth.tokens import TokenIds, Tokenizer
 from firth.tokens.token_bytes import is_word_break, space_is_usual, token_bytes
 
-MAX_READINGS = 16  # of a row
+MAX_READINGS = 32  # of a row
 BITS = 32  # of a word of a mask
 MIN_THREADED_MASKS = 8  # fewer masks take less time than to wake threads
 # by a byte of a mask: eight bools, true where the bit is 0
@@ -136,8 +138,10 @@ class Constraint:
     """
 
     def __init__(self, grammar: Grammar, vocabulary: ConstraintVocabulary, is_continuation: bool) -> None:
-        if vocabulary.spelling.has_optional_spaces:
+        self.first_prefix: JsonPrefix | None = None
+        if vocabulary.spelling.has_optional_spaces and grammar.is_json:
             grammar = grammar.with_fixed_spaces()  # readings are for the spaces inside of texts
+            self.first_prefix = JsonPrefix(StringRules(grammar.body["json_schema"]))
         self.grammar, self.vocabulary = grammar, vocabulary
         leading_space = ""
         if not self.vocabulary.spelling.has_optional_spaces:
@@ -167,7 +171,7 @@ class Constraint:
         )
 
     def start_row(self) -> ConstraintRow:
-        return ConstraintRow(self, [Reading(self.matcher.deep_copy())])
+        return ConstraintRow(self, [Reading(self.matcher.deep_copy(), prefix=self.first_prefix)])
 
     def start(self, num_rows: int, vocab_size: int, device: torch.device) -> ConstraintState:
         """Return the state of `num_rows` rows, whose logits have `vocab_size` entries."""
@@ -211,6 +215,21 @@ class Reading:
     ends_word: bool = False  # whether a space may follow
     num_tokens: int = 0
     unusual: tuple[int, ...] = ()  # the tokens whose space is not the usual one, the last first
+    prefix: JsonPrefix | None = None  # of a JSON schema
+
+    @property
+    def rank(self) -> tuple[int, int, list[int]]:
+        """Names as the schema has them come first, then few unusual spaces, then late ones.
+
+        Of late ones, the grammar had less time to reject those that are wrong.
+        """
+        num_misread = self.prefix.num_misread if self.prefix else 0
+        return num_misread, len(self.unusual), [-at for at in self.unusual]
+
+    @property
+    def state(self) -> tuple[Hashable, int]:
+        """Equal for readings of the same tokens that the grammar cannot tell apart. The second is a length."""
+        return (self.text, 0) if self.prefix is None else self.prefix.state
 
     def copy(self) -> Reading:
         return replace(self, matcher=self.matcher.deep_copy())
@@ -298,7 +317,7 @@ class ConstraintRow:
         """(W,): the tokens that may follow with a space or without one."""
         vocabulary = self.vocabulary
         own = np.frombuffer(reading.matcher.compute_bitmask(), np.uint32)
-        joined_W, spaced_W = own[: vocabulary.num_words], own[vocabulary.num_words :]
+        joined_W, spaced_W = own[: 2 * vocabulary.num_words].reshape(2, -1)  # a word more may follow
         if not reading.num_tokens:
             return joined_W & vocabulary.starts_word_W
         if not reading.ends_word:
@@ -336,7 +355,8 @@ class ConstraintRow:
         tokens = self.vocabulary.spelling
         assert tokens.starts_word is not None
         assert tokens.ends_word is not None
-        piece, ends_word, found = tokens.pieces[token].decode(), bool(tokens.ends_word[token]), list[Reading]()
+        piece, ends_word = tokens.pieces[token].decode(), bool(tokens.ends_word[token])
+        found = list[tuple[Reading, int]]()  # each with the token that its matcher has to consume
         for reading in self.readings:
             is_boundary = bool(reading.num_tokens) and reading.ends_word and bool(tokens.starts_word[token])
             is_joinable = tokens.words_can_join or is_word_break(reading.text[-1:] or " ") or is_word_break(piece[0])
@@ -345,20 +365,42 @@ class ConstraintRow:
                 own = token + self.vocabulary.spaced_offset * has_space
                 if not reading.matcher.validate_tokens([own]):
                     continue
-                matcher = reading.matcher.deep_copy()
-                matcher.consume_token(own)
                 unusual = (reading.num_tokens,) if has_space != usual and is_joinable else ()
-                found.append(
-                    Reading(
-                        matcher,
-                        reading.text + " " * has_space + piece,
-                        ends_word,
-                        reading.num_tokens + 1,
-                        (*unusual, *reading.unusual),
-                    )
+                added = " " * has_space + piece
+                longer = Reading(
+                    reading.matcher,
+                    reading.text + added,
+                    ends_word,
+                    reading.num_tokens + 1,
+                    (*unusual, *reading.unusual),
+                    reading.prefix and reading.prefix.extend(added),
                 )
-        # Few unusual spaces come first, then late ones: those that the grammar had less time to reject.
-        return sorted(found, key=lambda r: (len(r.unusual), [-at for at in r.unusual]))[:MAX_READINGS]
+                found.append((longer, own))
+        kept, readings = select_readings(found) if len(found) > 1 else found, list[Reading]()
+        num_uses = Counter(id(reading.matcher) for reading, _ in kept)  # the last one needs no copy
+        for reading, own in kept:
+            num_uses[id(reading.matcher)] -= 1
+            readings.append(reading.copy() if num_uses[id(reading.matcher)] else reading)
+            readings[-1].matcher.consume_token(own)
+        return readings
+
+
+def select_readings(found: list[tuple[Reading, int]]) -> list[tuple[Reading, int]]:
+    """Return a reading of each state, the most usual one of all first.
+
+    Of too many, the shortest and the longest of their kind stay beside the most usual ones: the one that a bound on the
+    length permits is among them, or close to them.
+    """
+    by_state: dict[tuple[Hashable, int], tuple[Reading, int]] = {}
+    for item in sorted(found, key=lambda item: item[0].rank):
+        by_state.setdefault(item[0].state, item)
+    lengths: dict[Hashable, list[int]] = {}
+    for known, length in by_state:
+        lengths.setdefault(known, []).append(length)
+    first, *others = by_state
+    others.sort(key=lambda state: min(lengths[state[0]]) < state[1] < max(lengths[state[0]]))
+    chosen = {first, *others[: MAX_READINGS - 1]}
+    return [item for state, item in by_state.items() if state in chosen]
 
 
 class ConstraintState:

@@ -84,8 +84,9 @@ class Grammar(NamedTuple):
         if not self.is_json:
             return self
         schema = self.body["json_schema"]
-        options = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
-        return self._replace(body={"json_schema": {**schema, "x-guidance": {**schema["x-guidance"], **options}}})
+        options = {**schema["x-guidance"], "item_separator": ", ", "key_separator": ": ", "whitespace_flexible": False}
+        options.pop("whitespace_pattern", None)  # it would win over `whitespace_flexible`
+        return self._replace(body={"json_schema": {**schema, "x-guidance": options}})
 
     def to_llguidance(self, leading_space: str = "") -> str:
         """Return the grammar as llguidance reads it; `leading_space` is put before it: "", '" "' or '" "?'.
