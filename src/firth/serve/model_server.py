@@ -113,6 +113,10 @@ class ModelServer:
                 return event.value
         raise ClientGone
 
+    async def inspect(self, request: Request, model: ServedModel, compute: Callable[[], Any]) -> Any:
+        """Return what a function returns in the computing thread of a model."""
+        return await self.result(request, model, lambda: model.make_inspection_job(compute))
+
     async def stream(
         self,
         request: Request,

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import base64
-from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -23,24 +22,26 @@ from firth.serve.config import TASK_KINDS
 from firth.serve.model_server import ModelServer
 from firth.serve.served_model import ServedModel
 
+PLAY_TAGS: Any = ["playground"]
 MASK_CELLS = 48  # rows and columns of the picture of a mask
 SALIENCE_KINDS = TASK_KINDS["/classify"]
 
 
 def add_play_routes(app: FastAPI, server: ModelServer) -> None:
-    tags: Any = ["playground"]
+    add_decoding_routes(app, server)
+    add_layer_routes(app, server)
+    add_analysis_routes(app, server)
 
-    async def inspect(request: Request, model: ServedModel, compute: Callable[[], Any]) -> Any:
-        return await server.result(request, model, lambda: model.make_inspection_job(compute))
 
-    @app.post("/next", tags=tags, response_model=schemas.NextAnswer)
+def add_decoding_routes(app: FastAPI, server: ModelServer) -> None:
+    @app.post("/next", tags=PLAY_TAGS, response_model=schemas.NextAnswer)
     async def next_token(body: schemas.NextRequest, request: Request) -> Any:
         """Return the likeliest next tokens after a prompt, before temperature, top-k and top-p."""
         model = server.find(body.model, lambda model: model.can_generate)
         prompt = await server.read(encode_prompt, model, body.prompt, body.chat, body.new_tokens)
         ids = list(prompt.input_ids)
         settings = (body.top, body.temperatures, body.top_ps)
-        found = await inspect(request, model, lambda: next_tokens(model.model, ids, body.new_tokens, *settings))
+        found = await server.inspect(request, model, lambda: next_tokens(model.model, ids, body.new_tokens, *settings))
         show, end_ids = make_token_formatter(model.tokenizer), set(check_can_generate(model.model))
         tokens = [
             {"id": i, "text": show(i), "logprob": logprob, "is_end": i in end_ids}
@@ -58,7 +59,7 @@ def add_play_routes(app: FastAPI, server: ModelServer) -> None:
             "entropy": found.entropy,
         }
 
-    @app.post("/beams", tags=tags, response_model=schemas.BeamsAnswer)
+    @app.post("/beams", tags=PLAY_TAGS, response_model=schemas.BeamsAnswer)
     async def beams(body: schemas.BeamsRequest, request: Request) -> Any:
         """Search by beams, and return every candidate as a tree."""
         model = server.find(body.model, lambda model: model.can_generate)
@@ -72,7 +73,7 @@ def add_play_routes(app: FastAPI, server: ModelServer) -> None:
             early_stopping=body.early_stopping,
         )
         ids = list(prompt.input_ids)
-        tree = await inspect(request, model, lambda: search_beam_tree(model.model, ids, config, body.new_tokens))
+        tree = await server.inspect(request, model, lambda: search_beam_tree(model.model, ids, config, body.new_tokens))
         show = make_token_formatter(model.tokenizer)
         nodes = [{**node._asdict(), "text": show(node.token) if node.token >= 0 else ""} for node in tree.nodes]
         taken = prompt.new_text(body.new_tokens)
@@ -86,23 +87,25 @@ def add_play_routes(app: FastAPI, server: ModelServer) -> None:
         ]
         return {"model": model.name, "nodes": nodes, "sequences": sequences}
 
-    @app.post("/attention/heads", tags=tags, response_model=schemas.HeadsAnswer)
+
+def add_layer_routes(app: FastAPI, server: ModelServer) -> None:
+    @app.post("/attention/heads", tags=PLAY_TAGS, response_model=schemas.HeadsAnswer)
     async def heads(body: schemas.HeadsRequest, request: Request) -> Any:
         """Describe every attention head on a text: a picture, a name, entropy and distance; and the masks."""
         model = server.find(body.model, lambda model: model.has_attention)
         model.check_input_tokens(await server.read(count_tokens, model, [body.text, body.target]))
         settings = (body.text, body.target, body.max_cells, body.permutation)
-        found = await inspect(request, model, lambda: overview_heads(model.model, *settings))
+        found = await server.inspect(request, model, lambda: overview_heads(model.model, *settings))
         kinds = {kind: describe_kind(heads) for kind, heads in found.kinds.items()}
         return {"model": model.name, "tokens": found.tokens, "target_tokens": found.target_tokens, "kinds": kinds}
 
-    @app.post("/vectors", tags=tags, response_model=schemas.VectorsAnswer)
+    @app.post("/vectors", tags=PLAY_TAGS, response_model=schemas.VectorsAnswer)
     async def vectors(body: schemas.VectorsRequest, request: Request) -> Any:
         """Map words in their context to two dimensions, in every layer."""
         model = server.find(body.model, lambda _: True)
         model.check_input_tokens(await server.read(count_tokens, model, body.texts))
         occurrences = find_mapped_words(body.texts, body.words)
-        found = await inspect(request, model, lambda: map_words(model.model, body.texts, occurrences))
+        found = await server.inspect(request, model, lambda: map_words(model.model, body.texts, occurrences))
         layers = [
             {
                 "points": np.round(layer.points, 4).tolist(),
@@ -113,7 +116,9 @@ def add_play_routes(app: FastAPI, server: ModelServer) -> None:
         ]
         return {"model": model.name, "words": [word._asdict() for word in found.occurrences], "layers": layers}
 
-    @app.post("/objectives", tags=tags, response_model=schemas.ObjectivesAnswer)
+
+def add_analysis_routes(app: FastAPI, server: ModelServer) -> None:
+    @app.post("/objectives", tags=PLAY_TAGS, response_model=schemas.ObjectivesAnswer)
     async def objectives(body: schemas.ObjectivesRequest) -> Any:
         """Show a text as each pretraining objective sees it: inputs, labels, masks."""
         model = server.find(body.model, lambda _: True)
@@ -126,7 +131,7 @@ def add_play_routes(app: FastAPI, server: ModelServer) -> None:
         found = await server.read(view)
         return {"model": model.name, "kinds": TOKEN_KINDS, "objectives": list(map(describe_objective_view, found))}
 
-    @app.post("/salience", tags=tags, response_model=schemas.SalienceAnswer)
+    @app.post("/salience", tags=PLAY_TAGS, response_model=schemas.SalienceAnswer)
     async def salience(body: schemas.SalienceRequest, request: Request) -> Any:
         """Tell which tokens speak for a label, or for one of several choices: gradient times input."""
         model = server.find(body.model, lambda model: any(kind in SALIENCE_KINDS for kind in model.tasks.values()))
@@ -134,7 +139,7 @@ def add_play_routes(app: FastAPI, server: ModelServer) -> None:
         predictor = model.predictors[task]
         task_input = await server.read(predictor.reader.read, body.input, 1)
         model.check_input_tokens(await server.read(count_tokens, model, task_input.example.texts))
-        found = await inspect(request, model, lambda: salience_of_input(predictor, task_input, body.label))
+        found = await server.inspect(request, model, lambda: salience_of_input(predictor, task_input, body.label))
         show = make_token_formatter(predictor.task.tokenizer)
         return {
             "model": model.name,

@@ -17,22 +17,23 @@ from firth.serve.model_server import ModelServer
 from firth.serve.openai_routes import EVENT_STREAM
 from firth.serve.served_model import ServedModel
 
+TASK_TAGS: Any = ["Firth"]
 WEIGHT_DIGITS = 4
 
 
 def add_task_routes(app: FastAPI, server: ModelServer) -> None:
-    tags: Any = ["Firth"]
+    add_text_routes(app, server)
+    add_prediction_routes(app, server)
+    add_token_routes(app, server)
 
-    @app.post("/generate", tags=tags, response_model=schemas.GenerateAnswer, responses={200: EVENT_STREAM})
+
+def add_text_routes(app: FastAPI, server: ModelServer) -> None:
+    @app.post("/generate", tags=TASK_TAGS, response_model=schemas.GenerateAnswer, responses={200: EVENT_STREAM})
     async def generate(body: schemas.GenerateRequest, request: Request) -> Response:
         """Continue a prompt, or answer it, as `firth generate` does. With `stream`, by server-sent events."""
         model = server.find(body.model, lambda model: model.can_generate)
         prompts = [body.prompt] if isinstance(body.prompt, str) else body.prompt
-        given = {name: getattr(body, name) for name in schemas.GENERATION_FIELDS}
-        settings = {name: value for name, value in given.items() if value is not None}
-        seed = settings.pop("seed", 0)
-        if isinstance(settings.get("stop"), str):
-            settings["stop"] = [settings["stop"]]
+        settings, seed = read_generation_settings(body)
         jobs: list[Job] = []
 
         def make_job() -> Job:
@@ -55,25 +56,12 @@ def add_task_routes(app: FastAPI, server: ModelServer) -> None:
                 ],
             )
         choices: list[Choice] = await server.result(request, model, make_job)
-        each = len(choices) // len(prompts)
-        results = [
-            {
-                "prompt": i // each,
-                "text": choice.full,
-                "new": choice.new,
-                "tokens": choice.sequence.tokens,
-                "logprobs": choice.sequence.logprobs,
-                "score": choice.sequence.score,
-                "finished": choice.sequence.finished,
-                **choice.facts,
-            }
-            for i, choice in enumerate(choices)
-        ]
+        results = describe_choices(choices, len(choices) // len(prompts))
         new, old = sum(len(choice.sequence.tokens) for choice in choices), jobs[0].inputs.num_prompt_tokens
         usage = {"prompt_tokens": old, "completion_tokens": new, "total_tokens": old + new}
         return JSONResponse({"model": model.name, "results": results, "usage": usage})
 
-    @app.post("/fill", tags=tags, response_model=schemas.FillAnswer)
+    @app.post("/fill", tags=TASK_TAGS, response_model=schemas.FillAnswer)
     async def fill(body: schemas.FillRequest, request: Request) -> Any:
         """Predict the most likely words for the blanks of a text."""
         model = server.find(body.model, lambda model: model.can_fill)
@@ -91,6 +79,8 @@ def add_task_routes(app: FastAPI, server: ModelServer) -> None:
         ]
         return {"model": model.name, "results": results}
 
+
+def add_prediction_routes(app: FastAPI, server: ModelServer) -> None:
     async def predict(
         body: Any, inputs: Sequence[Any], route: str, request: Request
     ) -> tuple[ServedModel, str, list[dict[str, Any]]]:
@@ -100,25 +90,27 @@ def add_task_routes(app: FastAPI, server: ModelServer) -> None:
         records = await server.result(request, model, lambda: model.make_prediction_job(inputs, task))
         return model, task, records
 
-    @app.post("/classify", tags=tags, response_model=schemas.ClassifyAnswer, response_model_exclude_unset=True)
+    @app.post("/classify", tags=TASK_TAGS, response_model=schemas.ClassifyAnswer, response_model_exclude_unset=True)
     async def classify(body: schemas.PredictionRequest, request: Request) -> Any:
         """Label texts or pairs, choose among endings, or score: what the model was fine-tuned for."""
         model, task, records = await predict(body, body.inputs, "/classify", request)
         return {"model": model.name, "task": task, "results": records}
 
-    @app.post("/tag", tags=tags, response_model=schemas.TagAnswer, response_model_exclude_unset=True)
+    @app.post("/tag", tags=TASK_TAGS, response_model=schemas.TagAnswer, response_model_exclude_unset=True)
     async def tag(body: schemas.PredictionRequest, request: Request) -> Any:
         """Find spans, such as names, or tag each word."""
         model, task, records = await predict(body, body.inputs, "/tag", request)
         return {"model": model.name, "task": task, "results": records}
 
-    @app.post("/answer", tags=tags, response_model=schemas.QuestionAnswer, response_model_exclude_unset=True)
+    @app.post("/answer", tags=TASK_TAGS, response_model=schemas.QuestionAnswer, response_model_exclude_unset=True)
     async def answer(body: schemas.QuestionRequest, request: Request) -> Any:
         """Find the answer to a question in a context."""
         model, _, records = await predict(body, [[body.question, body.context]], "/answer", request)
         return {"model": model.name, **records[0]}
 
-    @app.post("/tokenize", tags=tags, response_model=schemas.TokenizeAnswer)
+
+def add_token_routes(app: FastAPI, server: ModelServer) -> None:
+    @app.post("/tokenize", tags=TASK_TAGS, response_model=schemas.TokenizeAnswer)
     async def tokenize(body: schemas.TokenizeRequest) -> Any:
         """Split texts into tokens, with the characters of each."""
         model = server.find(body.model, lambda _: True)
@@ -126,7 +118,7 @@ def add_task_routes(app: FastAPI, server: ModelServer) -> None:
         results = await server.read(tokenize_texts, model, texts, body.add_special_tokens)
         return {"model": model.name, "results": results}
 
-    @app.post("/attention", tags=tags, response_model=schemas.AttentionAnswer)
+    @app.post("/attention", tags=TASK_TAGS, response_model=schemas.AttentionAnswer)
     async def attention(body: schemas.AttentionRequest, request: Request) -> Response:
         """Return the attention weights of a text, by layer and head."""
         model = server.find(body.model, lambda model: model.has_attention)
@@ -148,6 +140,32 @@ def add_task_routes(app: FastAPI, server: ModelServer) -> None:
             "weights": {kind: found.matrices[kind].round(WEIGHT_DIGITS).tolist() for kind in found.matrices},
         }
         return JSONResponse(answer)
+
+
+def read_generation_settings(body: schemas.GenerateRequest) -> tuple[dict[str, Any], int]:
+    """Return the fields of GenerationConfig that a request sets, and its seed."""
+    given = {name: getattr(body, name) for name in schemas.GENERATION_FIELDS}
+    settings = {name: value for name, value in given.items() if value is not None}
+    seed = settings.pop("seed", 0)
+    if isinstance(settings.get("stop"), str):
+        settings["stop"] = [settings["stop"]]
+    return settings, seed
+
+
+def describe_choices(choices: Sequence[Choice], per_prompt: int) -> list[dict[str, Any]]:
+    return [
+        {
+            "prompt": i // per_prompt,
+            "text": choice.full,
+            "new": choice.new,
+            "tokens": choice.sequence.tokens,
+            "logprobs": choice.sequence.logprobs,
+            "score": choice.sequence.score,
+            "finished": choice.sequence.finished,
+            **choice.facts,
+        }
+        for i, choice in enumerate(choices)
+    ]
 
 
 def tokenize_texts(model: ServedModel, texts: Sequence[str], add_special_tokens: bool) -> list[dict[str, Any]]:
