@@ -22,9 +22,9 @@ WEIGHT_DIGITS = 4
 
 
 def add_task_routes(app: FastAPI, server: ModelServer) -> None:
-    add_text_routes(app, server)
-    add_prediction_routes(app, server)
-    add_token_routes(app, server)
+    add_text_routes(app, server)  # /generate, /fill
+    add_prediction_routes(app, server)  # /classify, /tag, /answer
+    add_token_routes(app, server)  # /tokenize, /attention
 
 
 def add_text_routes(app: FastAPI, server: ModelServer) -> None:
