@@ -28,9 +28,9 @@ SALIENCE_KINDS = TASK_KINDS["/classify"]
 
 
 def add_play_routes(app: FastAPI, server: ModelServer) -> None:
-    add_decoding_routes(app, server)
-    add_layer_routes(app, server)
-    add_analysis_routes(app, server)
+    add_decoding_routes(app, server)  # /next, /beams
+    add_layer_routes(app, server)  # /attention/heads, /vectors
+    add_analysis_routes(app, server)  # /objectives, /salience
 
 
 def add_decoding_routes(app: FastAPI, server: ModelServer) -> None:
