@@ -21,6 +21,7 @@ from firth.tasks.conversation import DEFAULT_NEW_TOKENS
 
 DEFAULT_COMPLETION_TOKENS = 16  # OpenAI's
 DEFAULT_TEMPERATURE = 1.0  # OpenAI's
+V1_TAGS: Any = ["OpenAI"]
 EVENT_SCHEMA = {"type": "object", "properties": {"data": {"type": "string"}}}  # one server-sent event
 EVENT_STREAM: dict[str, Any] = {"content": {"text/event-stream": {"schema": EVENT_SCHEMA}}}
 FIRTH_FIELDS = ("top_p", "top_k", "min_p", "repetition_penalty", "no_repeat_ngram_size", "min_new_tokens")
@@ -28,19 +29,25 @@ SAMPLING_ONLY_FIELDS = ("top_p", "top_k", "min_p")
 
 
 def add_openai_routes(app: FastAPI, server: ModelServer) -> None:
-    tags: Any = ["OpenAI"]
+    add_model_routes(app, server)
+    add_completion_routes(app, server)
+    add_embedding_route(app, server)
 
-    @app.get("/v1/models", tags=tags, response_model=schemas.ModelList)
+
+def add_model_routes(app: FastAPI, server: ModelServer) -> None:
+    @app.get("/v1/models", tags=V1_TAGS, response_model=schemas.ModelList)
     async def list_models() -> Any:
         """List the models."""
         return {"object": "list", "data": [model.describe() for model in server.models.values()]}
 
-    @app.get("/v1/models/{name}", tags=tags, response_model=schemas.ModelAnswer)
+    @app.get("/v1/models/{name}", tags=V1_TAGS, response_model=schemas.ModelAnswer)
     async def get_model(name: str) -> Any:
         """Describe one model."""
         return server.find(name, lambda _: True).describe()
 
-    @app.post("/v1/completions", tags=tags, response_model=schemas.CompletionAnswer, responses={200: EVENT_STREAM})
+
+def add_completion_routes(app: FastAPI, server: ModelServer) -> None:
+    @app.post("/v1/completions", tags=V1_TAGS, response_model=schemas.CompletionAnswer, responses={200: EVENT_STREAM})
     async def complete(body: schemas.CompletionRequest, request: Request) -> Response:
         """Continue a prompt, or answer it. With `stream`, by server-sent events."""
         model = server.find(body.model, lambda _: True)
@@ -59,12 +66,9 @@ def add_openai_routes(app: FastAPI, server: ModelServer) -> None:
                 logprobs=body.logprobs is not None,
             )
 
-        answer = CompletionWriter(model, "cmpl", "text_completion", body)
-        if body.stream:
-            return await answer.stream(server, request, make_job)
-        return await answer.send(server, request, make_job)
+        return await CompletionWriter(model, "cmpl", "text_completion", body).answer(server, request, make_job)
 
-    @app.post("/v1/chat/completions", tags=tags, response_model=schemas.ChatAnswer, responses={200: EVENT_STREAM})
+    @app.post("/v1/chat/completions", tags=V1_TAGS, response_model=schemas.ChatAnswer, responses={200: EVENT_STREAM})
     async def chat(body: schemas.ChatRequest, request: Request) -> Response:
         """Answer a dialogue in the checkpoint's chat template. With `stream`, by server-sent events."""
         model = server.find(body.model, lambda _: True)
@@ -85,12 +89,11 @@ def add_openai_routes(app: FastAPI, server: ModelServer) -> None:
                 logprobs=bool(body.logprobs),
             )
 
-        answer = ChatWriter(model, "chatcmpl", "chat.completion", body)
-        if body.stream:
-            return await answer.stream(server, request, make_job)
-        return await answer.send(server, request, make_job)
+        return await ChatWriter(model, "chatcmpl", "chat.completion", body).answer(server, request, make_job)
 
-    @app.post("/v1/embeddings", tags=tags, response_model=schemas.EmbeddingAnswer)
+
+def add_embedding_route(app: FastAPI, server: ModelServer) -> None:
+    @app.post("/v1/embeddings", tags=V1_TAGS, response_model=schemas.EmbeddingAnswer)
     async def embed(body: schemas.EmbeddingRequest, request: Request) -> Response:
         """Embed texts as vectors, pooled as the checkpoint was fine-tuned, else by the mean."""
         model = server.find(body.model, lambda _: True)
@@ -161,6 +164,10 @@ class CompletionWriter:
         assert self.job is not None
         new, prompt = sum(len(c.sequence.tokens) for c in choices), self.job.inputs.num_prompt_tokens
         return {"prompt_tokens": prompt, "completion_tokens": new, "total_tokens": prompt + new}
+
+    async def answer(self, server: ModelServer, request: Request, make_job: Callable[[], Job]) -> Response:
+        respond = self.stream if self.body.stream else self.send
+        return await respond(server, request, make_job)
 
     async def send(self, server: ModelServer, request: Request, make_job: Callable[[], Job]) -> Response:
         choices = await server.result(request, self.model, self.keep_job(make_job))
