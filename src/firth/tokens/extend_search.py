@@ -16,7 +16,7 @@ from __future__ import annotations
 import heapq
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import NamedTuple
 
@@ -212,6 +212,72 @@ class BpeWords(NamedTuple):
     can_look_up: bool  # whether a whole word can be a token without a merge
 
 
+@dataclass
+class MergeSearch:
+    """The state of `search_merges`: the candidates, and the words in which each pair of tokens occurs."""
+
+    words: BpeWords
+    is_candidate: Callable[[str], bool]
+    min_count: int
+    words_by_pair: dict[tuple[str | None, str | None], set[str]] = field(default_factory=lambda: defaultdict(set))
+    heap: list[tuple[int, str, tuple[()] | tuple[str, str]]] = field(default_factory=list)  # (): look up the word
+    taken: set[str] = field(default_factory=set)
+
+    def push_all(self) -> None:
+        """Make the first pair of each word a candidate, and each frequent word that can be looked up."""
+        for word in self.words.counts:
+            self.add_pairs(word)
+        if self.words.can_look_up:
+            for word, n in self.words.counts.items():
+                if n >= self.min_count:
+                    self.push(word, ())
+        self.push_first_pairs(list(self.words.counts))
+
+    def add_pairs(self, word: str) -> None:
+        for pair in pairwise(self.words.pieces[word]):
+            self.words_by_pair[pair].add(word)
+
+    def push_first_pairs(self, changed: Sequence[str]) -> None:
+        pieces = self.words.pieces
+        pairs = dict.fromkeys(tuple(pieces[word][:2]) for word in changed if len(pieces[word]) > 1)
+        for a, b in pairs:
+            if a is not None and b is not None:
+                self.push(a + b.removeprefix(self.words.continuing_prefix), (a, b))
+
+    def push(self, token: str, pair: tuple[()] | tuple[str, str]) -> None:
+        if (saved := self.saved_by(token, pair)) > 0 and self.is_candidate(token) and token not in self.taken:
+            heapq.heappush(self.heap, (-saved, token, pair))
+
+    def saved_by(self, token: str, pair: tuple[()] | tuple[str, str]) -> int:
+        """Return the tokens that a candidate saves now; 0 if it is too rare or mostly inside of words."""
+        if not pair:
+            return self.words.counts[token] * (len(self.words.pieces[token]) - 1)
+        total, starts = self.count_merge(pair)
+        return total if total >= self.min_count and starts >= MIN_WORD_START_SHARE * total else 0
+
+    def count_merge(self, pair: tuple[str, str]) -> tuple[int, int]:
+        """Return the number of occurrences of a pair, and of those that begin a word."""
+        total = starts = 0
+        for word in self.words_by_pair[pair]:
+            pieces, n = self.words.pieces[word], self.words.counts[word]
+            total += n * count_pairs(pieces, pair)
+            starts += n * (tuple(pieces[:2]) == pair)
+        return total, starts
+
+    def take(self, token: str, pair: tuple[()] | tuple[str, str]) -> None:
+        """Write a candidate as one token in all words that have it; their new first pairs become candidates."""
+        self.taken.add(token)
+        pieces = self.words.pieces
+        if not pair:
+            pieces[token] = [token]
+            return
+        changed = [word for word in sorted(self.words_by_pair.pop(pair)) if count_pairs(pieces[word], pair)]
+        for word in changed:
+            pieces[word] = merge_pairs(pieces[word], pair, token)
+            self.add_pairs(word)
+        self.push_first_pairs(changed)
+
+
 def search_merges(
     words: BpeWords, is_candidate: Callable[[str], bool], max_new: int, min_count: int
 ) -> list[FoundToken]:
@@ -220,70 +286,19 @@ def search_merges(
     A merge joins its pair wherever the two tokens meet, so all occurrences are counted. At least
     `MIN_WORD_START_SHARE` of them must begin a word: a merge inside of words would change many that are not new.
     """
-    words_by_pair: dict[tuple[str | None, str | None], set[str]] = defaultdict(set)
-    heap: list[tuple[int, str, tuple[()] | tuple[str, str]]] = []  # (): look up the word
-    taken: set[str] = set()
-
-    def join(pair: tuple[str, str]) -> str:
-        return pair[0] + pair[1].removeprefix(words.continuing_prefix)
-
-    def count_merge(pair: tuple[str, str]) -> tuple[int, int]:
-        """Return the number of occurrences of a pair, and of those that begin a word."""
-        total = starts = 0
-        for word in words_by_pair[pair]:
-            pieces, n = words.pieces[word], words.counts[word]
-            total += n * count_pairs(pieces, pair)
-            starts += n * (tuple(pieces[:2]) == pair)
-        return total, starts
-
-    def add_pairs(word: str) -> None:
-        for pair in pairwise(words.pieces[word]):
-            words_by_pair[pair].add(word)
-
-    def saved_by(token: str, pair: tuple[()] | tuple[str, str]) -> int:
-        """Return the tokens that a candidate saves now; 0 if it is too rare or mostly inside of words."""
-        if not pair:
-            return words.counts[token] * (len(words.pieces[token]) - 1)
-        total, starts = count_merge(pair)
-        return total if total >= min_count and starts >= MIN_WORD_START_SHARE * total else 0
-
-    def push(token: str, pair: tuple[()] | tuple[str, str]) -> None:
-        if (saved := saved_by(token, pair)) > 0 and is_candidate(token) and token not in taken:
-            heapq.heappush(heap, (-saved, token, pair))
-
-    def push_first_pairs(changed: Sequence[str]) -> None:
-        pairs = dict.fromkeys(tuple(words.pieces[word][:2]) for word in changed if len(words.pieces[word]) > 1)
-        for a, b in pairs:
-            if a is not None and b is not None:
-                push(join((a, b)), (a, b))
-
-    for word in words.counts:
-        add_pairs(word)
-    if words.can_look_up:
-        for word, n in words.counts.items():
-            if n >= min_count:
-                push(word, ())
-    push_first_pairs(list(words.counts))
-
+    search = MergeSearch(words, is_candidate, min_count)
+    search.push_all()
     found: list[FoundToken] = []
-    while heap and len(found) < max_new:
-        negative, token, pair = heapq.heappop(heap)
-        saved = saved_by(token, pair)
-        if saved <= 0 or token in taken:
+    while search.heap and len(found) < max_new:
+        negative, token, pair = heapq.heappop(search.heap)
+        saved = search.saved_by(token, pair)
+        if saved <= 0 or token in search.taken:
             continue
         if saved < -negative:
-            heapq.heappush(heap, (-saved, token, pair))
-            continue
-        taken.add(token)
-        found.append(FoundToken(token, pair or None))
-        if not pair:
-            words.pieces[token] = [token]
-            continue
-        changed = [word for word in sorted(words_by_pair.pop(pair)) if count_pairs(words.pieces[word], pair)]
-        for word in changed:
-            words.pieces[word] = merge_pairs(words.pieces[word], pair, token)
-            add_pairs(word)
-        push_first_pairs(changed)
+            heapq.heappush(search.heap, (-saved, token, pair))
+        else:
+            search.take(token, pair)
+            found.append(FoundToken(token, pair or None))
     return found
 
 
