@@ -76,6 +76,8 @@ class FirthLM(TemplateLM):
             model.to(device)  # lm-eval asks for cuda:0 unless told otherwise
         self.model, self.pretrained = model, pretrained
         self.text_tokenizer, self.vocab = self.scorer.tokenizer, self.scorer.vocab
+        if self.text_tokenizer.is_reversed:
+            raise UserError("lm-eval asks for continuations, and this model reads backward: give a forward model.")
         self.backend = "seq2seq" if isinstance(self.scorer, ContinuationScorer) else "causal"
         self.add_bos_token, self.max_gen_toks = add_bos_token, max_gen_toks
         rows = int(batch_size) if str(batch_size).isdigit() else 0

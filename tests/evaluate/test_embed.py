@@ -12,6 +12,7 @@ import torch
 import transformers
 
 from firth.core.errors import UserError
+from firth.evaluate.context import Occurrence, encode_texts_once
 from firth.evaluate.embed import embed_texts, embed_words_in_texts, evaluate_text_similarity, evaluate_word_in_context
 from firth.models import make_model
 from firth.models.presets import bag_of_words
@@ -81,6 +82,20 @@ def test_a_word_late_in_a_long_text_is_found(untrained: Any) -> None:
     text = "The cat slept by the river. " * 8 + "Anna saw the crow"
     begin = text.index("crow")
     assert np.isfinite(embed_words_in_texts(untrained("bert"), [text], [(begin, begin + 4)])).all()
+
+
+def test_a_model_that_reads_backward_has_read_what_follows_a_word(
+    untrained: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = untrained("gpt2")
+    monkeypatch.setattr(model, "tokenizer", model.tokenizer.to_reversed())
+    texts = ["The cat saw the dog", "A child fed the dog", "The cat saw the dog slept"]
+    spans = [(text.index(" dog"), text.index(" dog") + 4) for text in texts]
+    first, second, third = embed_words_in_texts(model, texts, spans)
+    assert second == pytest.approx(first, abs=1e-5)  # nothing follows it
+    assert np.abs(third - first).max() > 0.01
+    once = encode_texts_once(model, [Occurrence(texts[0], *spans[0])], {texts[0]: [0]}, -1)
+    assert once[0] == pytest.approx(first, abs=1e-5)
 
 
 def senses(label: str, text_a: str, text_b: str, word: str) -> Example:

@@ -17,7 +17,7 @@ from markdown_it import MarkdownIt
 
 from firth import api
 from firth.core.errors import UserError
-from firth.core.files import atomic_folder, find_corruption
+from firth.core.files import atomic_folder, find_corruption, write_json
 from firth.core.serialization import to_dict
 from firth.evaluate import evaluate
 from firth.evaluate.card import non_default_fields, training_section, write_model_card
@@ -26,10 +26,10 @@ from firth.evaluate.export import write_export
 from firth.evaluate.likelihood import aggregate_likelihoods, make_scorer
 from firth.evaluate.report import write_run_report
 from firth.metrics import format_metric, mean_and_std
-from firth.models import Distillation, Model, load_model
+from firth.models import Distillation, Model, load_model, make_model
 from firth.models.presets import bert
 from firth.objectives import MLM, OBJECTIVES
-from firth.tasks import FinetuneRecipe, Prediction, finetune
+from firth.tasks import TASK_FILE, FinetuneRecipe, Prediction, finetune, make_task
 from firth.text import Example, read_labelled
 from firth.train import Recipe
 
@@ -152,6 +152,28 @@ def test_tasks_without_training(task: str, family: str, saved: Any, tmp_path: Pa
     assert result["metrics"]
     assert len((tmp_path / "out/predictions.jsonl").read_text().splitlines()) == len(FILES[task])
     assert (tmp_path / "out/report.html").is_file()
+
+
+def test_an_ensemble_of_choices_is_scored_like_one(untrained: Any, tmp_path: Path) -> None:
+    base = untrained("bert")
+    task = make_task("choice", {"answer": "auto"}, base.tokenizer, base.config)
+    torch.manual_seed(0)
+    model = make_model(task.configure_model(base.config))
+    model.tokenizer = task.tokenizer
+    folder = tmp_path / "choice"
+    model.save(folder)
+    write_json(folder / TASK_FILE, task.metadata())
+    rows = [{"context": "The cat", "choices": ["slept", f"saw {'it ' * i}"], "gold": i % 2} for i in range(6)]
+    data = write_jsonl(tmp_path / "dev.jsonl", rows)
+    one = evaluate(folder, "choice", data, tmp_path / "one")
+    both = evaluate(folder, "choice", data, tmp_path / "both", ensemble=[folder])
+    assert both["metrics"] == one["metrics"]
+    predictions = [
+        [json.loads(line)["prediction"] for line in (tmp_path / name / "predictions.jsonl").open()]
+        for name in ("one", "both")
+    ]
+    assert predictions[0] == predictions[1]
+    assert one["metrics"]["accuracy"] > 0
 
 
 def test_senses_learn_their_threshold_from_a_file(saved: Any, tmp_path: Path) -> None:

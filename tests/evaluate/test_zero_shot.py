@@ -154,6 +154,17 @@ def test_an_encoder_masks_the_rest_of_a_word_of_a_choice(untrained: Any) -> None
         assert (outcome.predictions[0].scores or {})["0"] == pytest.approx(logp(masked), abs=1e-4)
 
 
+def test_spans_are_not_asked_of_a_model_that_reads_backward(untrained: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = untrained("gpt2")
+    monkeypatch.setattr(model, "tokenizer", model.tokenizer.to_reversed())
+    for evaluate, example in (
+        (evaluate_choice, Example(1, ("The cat", "slept", "saw"), 0)),
+        (evaluate_cloze, Example(1, ("The cat",), "slept")),
+    ):
+        with pytest.raises(UserError, match="need a forward model"):
+            evaluate(model, [example])
+
+
 def test_choices_that_are_equally_likely_are_wrong(untrained: Any) -> None:
     texts = ("The cat slept by", "the river", "the river")
     outcome = evaluate_choice(untrained("gpt2"), [Example(1, texts, 0), Example(2, texts, 1)])

@@ -52,6 +52,14 @@ def test_vectors_that_are_all_alike_find_nothing() -> None:
     assert retrieval_scores(np.zeros((4, 3)), np.ones((4, 3)))["mrr"] == 1 / 4
 
 
+def test_a_vector_of_zeros_ranks_last() -> None:
+    a = np.eye(4) + 0.1
+    b = np.concatenate([a[:3], np.zeros((1, 4))])  # the last partner has no known word
+    scores = retrieval_scores(a, b)
+    assert scores["precision_at_1_forward"] == scores["precision_at_1_backward"] == 0.75
+    assert scores["mrr_forward"] == scores["mrr_backward"] == (3 + 1 / 4) / 4
+
+
 def test_retrieval_as_the_libraries(monkeypatch: pytest.MonkeyPatch) -> None:
     rng = np.random.default_rng(0)
     a_ND = rng.normal(size=(25, 6))

@@ -127,8 +127,9 @@ def test_a_batch_is_closed_for_a_job_that_waits() -> None:
     operation = Operation("join", run, has_steps=True, capacity=lambda rows: 3)
     worker = BatchWorker("none", 8, 0.0, max_queue=64)
     worker.running = [RunningBatch([Job(operation, name, None)]) for name in "abcd"]
+    schema = {"type": "object"}  # settings that have no hash
 
-    def arrive(settings: str, waited_s: float = 0.0, num_rows: int = 1) -> Job:
+    def arrive(settings: Any, waited_s: float = 0.0, num_rows: int = 1) -> Job:
         job = Job(operation, settings, None, num_rows)
         job.arrival_s = time.monotonic() - waited_s
         worker.waiting.append(job)
@@ -141,7 +142,7 @@ def test_a_batch_is_closed_for_a_job_that_waits() -> None:
             worker.running.append(RunningBatch(jobs)) if joined is None else joined.join(jobs)
         return jobs
 
-    fifth = arrive("e")
+    fifth = arrive(schema)
     joining = arrive("a")
     assert begin() == [joining]  # the fifth has not waited for long
     fifth.arrival_s -= MAX_JOIN_WAIT_S

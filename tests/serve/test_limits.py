@@ -87,7 +87,7 @@ def test_a_wrong_request_is_told_what_is_wrong(
         (b"[]", "application/json", 400),
         (b"1" * 5000, "application/json", 400),
         (b'{"model": "gpt2", "prompt": "a", "temperature": NaN}', "application/json", 400),
-        (b'{"model": "bert", "input": "\\ud800"}', "application/json", 400),
+        (b'{"model": "gpt2", "prompt": "a \\ud800 b"}', "application/json", 400),
         (b"{}", "text/plain", 415),
         (b"a=b", "application/x-www-form-urlencoded", 415),
         (b" " * 1_000_001, "application/json", 413),
@@ -188,6 +188,12 @@ def test_an_unexpected_failure_tells_nothing(connect: Any, capsys: pytest.Captur
         error_of(client.post("/fill", json={"text": "___"}), 500)
     assert "division" not in str(error)
     assert capsys.readouterr().err.count("ZeroDivisionError") >= 1, "the server's own log has it"
+
+
+def test_every_address_of_this_machine_alone_refuses_other_hosts(connect: Any) -> None:
+    with connect("bert", host="127.0.0.2") as (client, _):
+        error_of(client.get("/health", headers={"host": "evil.org:8000"}), 400)
+        assert client.get("/health", headers={"host": "127.0.0.2:8000"}).status_code == 200
 
 
 def test_a_key_is_needed_where_there_is_one(connect: Any) -> None:

@@ -106,6 +106,18 @@ def test_streamed_pieces_are_the_whole_answer(client: Any, model: str) -> None:
     )
 
 
+def test_what_a_stream_does_not_tell_is_refused(client: Any) -> None:
+    body = {"model": "gpt2", "prompt": "the cat", "max_tokens": 2, "stream": True}
+    for field, value in {"logprobs": 0, "echo": True}.items():
+        answer = client.post("/v1/completions", json={**body, field: value})
+        assert (answer.status_code, answer.json()["error"]["param"]) == (400, field)
+    chat = {"model": "gpt2", "messages": [{"role": "user", "content": "the cat"}], "max_tokens": 2, "stream": True}
+    assert client.post("/v1/chat/completions", json={**chat, "logprobs": True}).status_code == 400
+    for allowed in ({**chat, "logprobs": False}, {**chat, "logprobs": None}):
+        assert client.post("/v1/chat/completions", json=allowed).status_code == 200
+    assert client.post("/v1/completions", json={**body, "echo": False}).status_code == 200
+
+
 def test_completions_echo_stop_and_tell_log_probabilities(client: Any, folders: dict[str, Path]) -> None:
     body = {"model": "gpt2", "prompt": "the cat", "max_tokens": 10, "temperature": 0}
     plain = ask(client, "/v1/completions", **body, logprobs=0)["choices"][0]

@@ -435,6 +435,26 @@ def test_all_who_watch_get_the_same_bytes_of_what_is_new(tmp_path: Path, monkeyp
     asyncio.run(watch_twice())
 
 
+def test_a_sign_of_life_replaces_no_event(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(run_events, "TICK_S", 0.01)
+    monkeypatch.setattr(run_events, "IDLE_TICK_S", 0.01)
+    folder = make_run(tmp_path / "run")
+    events = RunEvents(RunsFolder(tmp_path), RunNotes(), asyncio.to_thread)
+
+    async def watch_slowly() -> None:
+        slow, fast = events.watch(), events.watch()
+        await anext(slow), await anext(fast)
+        with (folder / "log.jsonl").open("a") as log:
+            log.write('{"step": 4, "loss": 4.0}\n')
+        told = await anext(fast)
+        monkeypatch.setattr(run_events, "HEARTBEAT_S", 0.0)
+        assert await anext(fast) == run_events.HEARTBEAT
+        assert await anext(slow) == told
+        events.close()
+
+    asyncio.run(watch_slowly())
+
+
 def test_a_resumed_log_and_a_burst_of_lines(tmp_path: Path) -> None:
     folder = make_run(tmp_path / "run", steps=5)
     events = RunEvents(RunsFolder(tmp_path), RunNotes(), asyncio.to_thread)

@@ -29,6 +29,7 @@ from firth.evaluate.embed import (
     embed_words_in_texts,
     layer_hidden_states,
     normalize_rows,
+    read_encoding,
 )
 from firth.evaluate.likelihood import open_model, resolve_max_length
 from firth.evaluate.logprobs import EVAL_BATCH_TOKENS, get_pad_token_id
@@ -240,7 +241,8 @@ def encode_texts_once(
     template, texts = make_sequence_template(model.config, tokenizer.vocab), list(by_text)
     prefix, encodings = list(template.prefix_ids), tokenizer.encode_with_offsets(texts)
     max_tokens = resolve_max_length(model, 0) - template.num_special_tokens()
-    framed = [apply_template(template, encoding.ids[:max_tokens]) for encoding in encodings]
+    read = [read_encoding(tokenizer, encoding) for encoding in encodings]
+    framed = [apply_template(template, ids[:max_tokens]) for ids, _ in read]
     inputs = [EmbedInput(input_ids, 0, 0, token_type_ids) for input_ids, token_type_ids in framed]
     vectors: dict[int, np.ndarray] = {}
     with eval_mode(model), progress("encoding", "texts", len(texts)) as shown:
@@ -252,7 +254,7 @@ def encode_texts_once(
             ).to(model.embed.tokens.weight.device)
             x_BTD = layer_hidden_states(model, batch, layer).float().cpu().numpy()
             for x_TD, i in zip(x_BTD, rows, strict=True):
-                offsets = list(enumerate(encodings[i].offsets[:max_tokens], len(prefix)))
+                offsets = list(enumerate(read[i][1][:max_tokens], len(prefix)))
                 for number in by_text[texts[i]]:
                     at = occurrences[number]
                     if inside := [t for t, (begin, end) in offsets if begin < at.end and end > at.begin]:

@@ -15,6 +15,7 @@ from typing import Literal, NamedTuple, Protocol
 
 import numpy as np
 import torch
+from tokenizers import Encoding
 from torch import Tensor
 
 from firth.core.console import format_count, progress, say, truncation_messages
@@ -31,7 +32,7 @@ from firth.tasks import Prediction
 from firth.tasks.embed import all_have_scores, compare_pairs, score_pairs
 from firth.text import Example
 from firth.text.filters import replace_lone_surrogates
-from firth.tokens import SequenceTemplate
+from firth.tokens import SequenceTemplate, Tokenizer
 
 Pooling = Literal["auto", "first", "mean", "last"]
 POOLING_MODES = ("auto", "first", "mean", "last")
@@ -61,6 +62,12 @@ def apply_template(template: SequenceTemplate, ids: Sequence[int]) -> tuple[list
     """Return a text with its special tokens, and its token types where they are not all 0 (XLNet)."""
     input_ids, token_type_ids = template.apply(ids)
     return input_ids, None if template.last_token_type is None else token_type_ids
+
+
+def read_encoding(tokenizer: Tokenizer, encoding: Encoding) -> tuple[list[int], list[tuple[int, int]]]:
+    """Return the ids and the character offsets of a text in the order in which the model reads them."""
+    step = -1 if tokenizer.is_reversed else 1
+    return encoding.ids[::step], encoding.offsets[::step]
 
 
 def embed_texts(
@@ -130,13 +137,14 @@ def embed_words_in_texts(
     max_tokens = resolve_max_length(model, 0) - template.num_special_tokens()
     inputs = []
     for text, (begin, end), encoding in zip(texts, spans, tokenizer.encode_with_offsets(texts), strict=True):
-        inside = [i for i, (b, e) in enumerate(encoding.offsets) if b < end and e > begin]
+        ids, offsets = read_encoding(tokenizer, encoding)
+        inside = [i for i, (b, e) in enumerate(offsets) if b < end and e > begin]
         if not inside:
             raise UserError(f"{quote(text[begin:end])} in {text[:40]!r} ... has no token.")
         # A long text is truncated around the word.
-        start = max(0, min(inside[0] - max_tokens // 2, len(encoding.ids) - max_tokens))
+        start = max(0, min(inside[0] - max_tokens // 2, len(ids) - max_tokens))
         shift = len(template.prefix_ids) - start
-        input_ids, token_type_ids = apply_template(template, encoding.ids[start : start + max_tokens])
+        input_ids, token_type_ids = apply_template(template, ids[start : start + max_tokens])
         last = min(inside[-1] + 1 + shift, len(input_ids) - len(template.suffix_ids))
         inputs.append(EmbedInput(input_ids, inside[0] + shift, last, token_type_ids))
     return mean_hidden_states(model, inputs, layer, batch_tokens)

@@ -304,7 +304,8 @@ def ensemble_predictions(
         if None in scores:
             raise UserError(f"--ensemble averages label probabilities, and the task {task} has none.")
         mean = {name: sum(one[name] for one in scores) / len(scores) for name in scores[0]}
-        predictions.append(Prediction(max(mean, key=mean.__getitem__), mean))
+        best = max(mean, key=mean.__getitem__)
+        predictions.append(Prediction(int(best) if task == "choice" else best, mean))
     targets = [example.target for example in examples]
     metrics = compute_metrics(task, [p.prediction for p in predictions], targets) if None not in targets else {}
     facts = {**evaluation.details, "ensemble": [str(other) for other in others]}

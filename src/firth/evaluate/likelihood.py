@@ -245,6 +245,10 @@ class Scorer(ABC):
 
     def split_encoding(self, encoding: Encoding, text: str, begin: int, end: int, where: str) -> SplitText:
         """As `split_at_span`, of a text that is tokenized already."""
+        if self.tokenizer.is_reversed:
+            raise UserError(
+                "A model that reads backward scores whole texts only: spans of a text need a forward model."
+            )
         first = next((i for i, (_, e) in enumerate(encoding.offsets) if e > begin), len(encoding.ids))
         last = next((i for i, (b, _) in enumerate(encoding.offsets) if b >= end), len(encoding.ids))
         if not 0 < last - first <= self.max_text_tokens:

@@ -17,7 +17,7 @@ import numpy as np
 import torch
 
 from firth.core.errors import UserError, quote
-from firth.evaluate.embed import all_layer_hidden_states, apply_template, normalize_rows
+from firth.evaluate.embed import all_layer_hidden_states, apply_template, normalize_rows, read_encoding
 from firth.evaluate.likelihood import resolve_max_length
 from firth.evaluate.predict_input import WORD_PATTERN
 from firth.generate.decode_state import eval_mode, require_tokenizer
@@ -97,7 +97,7 @@ def layer_word_vectors(model: Model, texts: Sequence[str], occurrences: Sequence
             own = [(n, word) for n, word in enumerate(occurrences) if word.text == number]
             if not own:
                 continue
-            ids = list(encoding.ids[::-1]) if tokenizer.is_reversed else list(encoding.ids)
+            ids, offsets = read_encoding(tokenizer, encoding)
             input_ids, token_types = apply_template(template, ids)
             if len(input_ids) > limit:
                 raise UserError(
@@ -110,11 +110,9 @@ def layer_word_vectors(model: Model, texts: Sequence[str], occurrences: Sequence
             ).to(model.embed.tokens.weight.device)
             states = [state[0].float().cpu().numpy() for state in all_layer_hidden_states(model, batch)]
             for n, word in own:
-                inside = [i for i, (b, e) in enumerate(encoding.offsets) if b < word.end and e > word.start]
+                inside = [i for i, (b, e) in enumerate(offsets) if b < word.end and e > word.start]
                 if not inside:
                     raise UserError(f"{quote(word.word)} in {text[:40]!r} has no token.")
-                if tokenizer.is_reversed:
-                    inside = [len(ids) - 1 - i for i in inside]
                 at = [len(template.prefix_ids) + i for i in inside]
                 rows[n] = [state[at].mean(0) for state in states]
     return [np.stack([rows[n][layer] for n in range(len(occurrences))]) for layer in range(len(rows[0]))]

@@ -86,7 +86,8 @@ def _diagonal_ranks(query_ND: NDArray[np.float64], key_ND: NDArray[np.float64]) 
         similarity_MN = query_ND[start : start + RANK_BLOCK_ROWS] @ key_ND.T
         row_M = np.arange(len(similarity_MN))
         right_M = similarity_MN[row_M, start + row_M]
-        ranks.append(len(key_ND) - (similarity_MN < right_M[:, None]).sum(1))
+        rank_M = (similarity_MN >= right_M[:, None]).sum(1)  # a key that is NaN is behind the right one
+        ranks.append(np.where(np.isnan(right_M), len(key_ND), rank_M))
     return np.concatenate(ranks)
 
 

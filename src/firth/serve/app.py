@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -25,6 +27,7 @@ from firth.serve.runs import RunsFolder
 from firth.serve.task_routes import add_task_routes
 
 API_VERSION = "1"
+SURROGATE_ESCAPE = re.compile(rb"\\u[dD][89a-fA-F]")
 ERROR_RESPONSES: dict[int | str, dict[str, Any]] = {
     status: {"model": schemas.ErrorAnswer, "description": description}
     for status, description in {
@@ -43,7 +46,7 @@ ERROR_RESPONSES: dict[int | str, dict[str, Any]] = {
 
 
 class JsonRoute(APIRoute):
-    """A route whose body is read by Firth's JSON reader: no NaN, no endless nesting."""
+    """A route whose body is read by Firth's JSON reader: no endless nesting, no text that is not Unicode."""
 
     def get_route_handler(self) -> Callable[[Request], Any]:
         handle = super().get_route_handler()
@@ -57,9 +60,15 @@ class JsonRoute(APIRoute):
 class JsonRequest(Request):
     async def json(self) -> Any:
         try:
-            return parse_json((await self.body()).decode(), "the request")
+            body = await self.body()
+            value = parse_json(body.decode(), "the request")
+            if SURROGATE_ESCAPE.search(body):
+                json.dumps(value, ensure_ascii=False).encode()
+            return value
         except UnicodeDecodeError:
             raise HTTPException(400, "The request is not UTF-8.") from None
+        except UnicodeEncodeError:
+            raise HTTPException(400, "The request has half of a surrogate pair, which is no character.") from None
         except UserError as e:
             raise HTTPException(400, str(e)) from None
 

@@ -213,16 +213,12 @@ class BatchWorker:
         """Close the oldest running batches, as many as there are settings that have waited too long for a place."""
         if self.can_begin_steps:
             return
-        closed = {batch.key for batch in self.running if batch.is_closed}
-        latest_s = time.monotonic() - MAX_JOIN_WAIT_S
-        starving = {
-            job.key
-            for job in self.waiting
-            if job.operation.has_steps
-            and job.arrival_s < latest_s
-            and job.key not in closed  # it waits for a batch that ends soon
-            and self.find_joinable(job) is None
-        }
+        closed = [batch.key for batch in self.running if batch.is_closed]
+        latest_s, starving = time.monotonic() - MAX_JOIN_WAIT_S, list[tuple[str, Any]]()
+        for job in self.waiting:  # keys are compared, not hashed: a JSON schema has no hash
+            waits = job.operation.has_steps and job.arrival_s < latest_s and self.find_joinable(job) is None
+            if waits and job.key not in (*closed, *starving):  # one of `closed` ends soon
+                starving.append(job.key)
         can_close = [batch for batch in self.running if batch.operation.capacity is not None and not batch.is_closed]
         for batch in can_close[: max(0, len(starving) - len(closed))]:
             batch.is_closed = True

@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import hmac
+import ipaddress
 import json
 from collections.abc import Awaitable, Callable, MutableMapping, Sequence
 from pathlib import Path
@@ -29,7 +30,6 @@ OPEN_PATHS = ("/", "/health")  # need no key
 OPEN_PREFIX = "/page/"  # nor do the files of the page, which asks for the key
 EVENTS_PATH = "/runs/events"  # a stream that lasts as long as somebody watches: it is counted apart
 MAX_WATCHERS = 500
-LOOPBACK_HOSTS = ("127.0.0.1", "localhost", "::1")
 MIN_KEY_CHARS = 8
 SECURITY_HEADERS = [(b"x-content-type-options", b"nosniff"), (b"cache-control", b"no-store")]
 
@@ -84,7 +84,7 @@ class Gate:
 
     def check(self, path: str, headers: dict[bytes, bytes]) -> None:
         """Refuse a request by its headers."""
-        if self.config.host in LOOPBACK_HOSTS and not is_local_host(headers.get(b"host", b"")):
+        if is_loopback(self.config.host) and not is_local_host(headers.get(b"host", b"")):
             # A web page may name a host of its own that leads to 127.0.0.1 (DNS rebinding).
             raise ApiError(400, "This server answers requests to localhost only.", "invalid_host")
         if self.is_stopping:
@@ -132,7 +132,18 @@ def is_local_host(host: bytes) -> bool:
     """
     name = host.decode("latin-1")
     name = name[1 : name.find("]")] if name.startswith("[") else name.rpartition(":")[0] or name
-    return name.lower() in LOOPBACK_HOSTS
+    return is_loopback(name)
+
+
+def is_loopback(host: str) -> bool:
+    """
+    >>> is_loopback("127.0.0.2"), is_loopback("LOCALHOST"), is_loopback("0.0.0.0")
+    (True, True, False)
+    """
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host.lower() == "localhost"
 
 
 def replay(body: bytes, receive: Receive) -> Receive:

@@ -153,6 +153,11 @@ class CompletionWriter:
         self.head = {"id": f"{prefix}-{secrets.token_hex(12)}", "created": int(time.time()), "model": model.name}
         self.job: Job | None = None
 
+    @property
+    def has_logprobs(self) -> bool:
+        """Whether log-probabilities are asked for: by true in a chat, by 0 in a completion."""
+        return self.body.logprobs is not None and self.body.logprobs is not False
+
     def keep_job(self, make_job: Callable[[], Job]) -> Callable[[], Job]:
         def make() -> Job:
             self.job = make_job()
@@ -175,8 +180,10 @@ class CompletionWriter:
         return JSONResponse({**self.head, "object": self.object, "choices": written, "usage": self.usage(choices)})
 
     async def stream(self, server: ModelServer, request: Request, make_job: Callable[[], Job]) -> Response:
-        if self.body.logprobs:
+        if self.has_logprobs:
             raise ApiError(400, "Log-probabilities are not streamed.", "unsupported_value", "logprobs")
+        if getattr(self.body, "echo", None):
+            raise ApiError(400, "The prompt is not streamed.", "unsupported_value", "echo")
         wants_usage = self.body.stream_options is not None and self.body.stream_options.include_usage
         no_usage = {"usage": None} if wants_usage else {}
 
@@ -205,7 +212,7 @@ class CompletionWriter:
     def describe_choice(self, index: int, choice: Choice) -> dict[str, Any]:
         text = choice.full if self.body.echo else choice.new
         logprobs = None
-        if self.body.logprobs is not None:
+        if self.has_logprobs:
             tokens = self.token_texts(choice)
             starts = [sum(map(len, tokens[:i])) + len(text) - len(choice.new) for i in range(len(tokens))]
             values = choice.sequence.logprobs[: len(tokens)]
@@ -230,7 +237,7 @@ class ChatWriter(CompletionWriter):
     def describe_choice(self, index: int, choice: Choice) -> dict[str, Any]:
         message = {"role": "assistant", "content": choice.new.strip(), "refusal": None}
         logprobs = None
-        if self.body.logprobs:
+        if self.has_logprobs:
             content = [
                 {"token": token, "logprob": value, "bytes": list(token.encode()), "top_logprobs": []}
                 for token, value in zip(self.token_texts(choice), choice.sequence.logprobs, strict=False)

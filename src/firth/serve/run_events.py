@@ -74,7 +74,8 @@ class RunEvents:
             while self.num_watchers and not self.is_closed:
                 text = await self.run_in_thread(self.collect)
                 if text or time.monotonic() - sent_s > HEARTBEAT_S:
-                    self.sequence, self.event = self.sequence + bool(text), text
+                    if text:  # a sign of life is no event: a slow stream may still have to send the last one
+                        self.sequence, self.event = self.sequence + 1, text
                     sent_s = time.monotonic()
                     self.wake()
                 is_training = any(run.state == "running" for run in self.sent.values())
