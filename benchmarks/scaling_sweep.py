@@ -83,7 +83,7 @@ C_ENTRY = "encoder, mlm"  # whose runs tell C: they have 0.05 to 1.6 parameters 
 TAKES_C = ("encoder-decoder",)
 NUM_BOOTSTRAPS = 200
 # Of a small step beside others: processes take turns on a GPU, and launching the kernels takes most of their time. On
-# an H200 ten runs side by side took 12 ms of it for each step (docs/results.md).
+# an H200 ten runs side by side took 12 ms of it for each step (docs/history.md).
 MIN_GPU_STEP_SECONDS = 0.01
 # Runs of docs/results.md and docs/history.md on en_wiki and en_books: model, vocabulary, tokens read, tokens of the
 # text, held-out loss. The unigram entropies of such vocabularies are 7.02 to 7.18; those of 7.05 stand for all.

@@ -30,7 +30,7 @@ TABLE_FILE = Path(__file__).with_name("scaling_table.json")
 ENTROPY_TOLERANCE = 0.05  # relative difference of unigram entropies from which the text counts as another one
 RANGE_TOLERANCE = 1.05  # factor by which a run may leave the measured range: token counts of a plan are estimates
 
-# Of en_wiki and en_books, by kind and size of the vocabulary (docs/results.md, the law of the loss).
+# Of en_wiki and en_books, by kind and size of the vocabulary (docs/history.md, the law of the loss).
 VOCABULARY_SIZES = (4096, 8192, 16384, 32768)
 BYTES_PER_TOKEN = {"wordpiece": (3.228, 3.751, 4.169, 4.486), "byte-bpe": (3.348, 3.763, 4.129, 4.433)}
 UNIGRAM_ENTROPY = {"wordpiece": (6.694, 7.025, 7.185, 7.220), "byte-bpe": (6.894, 7.162, 7.328, 7.385)}

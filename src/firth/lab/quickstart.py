@@ -128,7 +128,7 @@ class FinetunePlan:
 def architecture_setups(include_all: bool) -> dict[str, ArchitectureSetup]:
     """Return the models by architecture: tiny ones on a CPU, small ones on a GPU.
 
-    Experiments chose the settings (docs/results.md).
+    Experiments chose the settings (docs/history.md).
     """
     has_gpu = torch.cuda.is_available()
     size = "small" if has_gpu else "tiny"

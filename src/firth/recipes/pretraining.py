@@ -58,8 +58,8 @@ FAMILY_OBJECTIVES = {  # families published with another objective than their ar
 }
 
 # The global batch (`choose_batch`): a starting rule, which a table of measurements can replace.
-MIN_BATCH_TOKENS = 4096  # tokens: 85% of a CPU's best speed, and many steps (docs/results.md)
-CPU_BATCH_TOKENS = 8192  # tokens: 91% of a CPU's best speed (docs/results.md)
+MIN_BATCH_TOKENS = 4096  # tokens: 85% of a CPU's best speed, and many steps (docs/history.md)
+CPU_BATCH_TOKENS = 8192  # tokens: 91% of a CPU's best speed (docs/history.md)
 GPU_BATCH_TOKENS = (
     32768  # tokens: 8 layers of 512 and modernbert-base learn well with them on an H200 (docs/results.md)
 )
@@ -77,8 +77,8 @@ SHAPE_RECIPES: dict[str, dict[str, Any]] = {
     "encoder-decoder": {"objective": OBJECTIVES["span-corruption-and-mlm"]},
 }
 # Passes over 10M words after which such a model overfits, by objective: causal rows have a label at every position, and
-# overfit first. Masked rows alone still learn after 48 passes (docs/results.md, minimal pairs). A smaller text is
-# learned by heart after fewer passes: they grow with the fifth root of its tokens (docs/results.md, a small text).
+# overfit first. Masked rows alone still learn after 48 passes (docs/history.md, transfer). A smaller text is
+# learned by heart after fewer passes: they grow with the fifth root of its tokens (docs/history.md, a small text).
 OVERFITTING_TOKENS, OVERFITTING_POWER = 14e6, 0.2
 OVERFITTING_PASSES: dict[type, float] = {CLM: 5.0, MLMAndCLM: 12.0, MaskedNextToken: 12.0}
 REPEATED_TEXT_DROPOUT, DROPOUT_FIELDS = 0.1, ("dropout", "attention_dropout")

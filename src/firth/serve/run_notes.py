@@ -33,7 +33,7 @@ from firth.train.findings import LEVELS, Finding
 from firth.train.live_doctor import FINDINGS_FILE
 
 DOCTOR_SHARE = 0.01  # of the time that a run trains: what its examinations may compute
-FIRST_EXAMINATION_S = 8.0  # what an examination computes, before one is known (6 to 7 in docs/results.md)
+FIRST_EXAMINATION_S = 8.0  # what an examination computes, before one is known (6 to 7 in docs/history.md)
 MIN_EXAMINATION_S = 1.0  # the unit of a process's limit
 MAX_EXAMINATION_S = 3600.0  # an idle process may wait long for its turn
 MAX_WAITING = 20  # runs that wait to be examined

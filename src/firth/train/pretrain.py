@@ -99,7 +99,7 @@ class Companions(NamedTuple):
 
 NO_COMPANIONS = Companions()
 BEST_MARGIN_NATS = 0.01  # by which an earlier evaluation must be better for its weights to be kept
-MIN_USEFUL_STEPS = 200  # steps: after 108 the quickstart gained 2 points, after 283 it gained 16 (docs/results.md)
+MIN_USEFUL_STEPS = 200  # steps: after 108 the quickstart gained 2 points, after 283 it gained 16 (docs/history.md)
 
 
 def pretrain(
