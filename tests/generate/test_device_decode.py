@@ -19,7 +19,7 @@ from firth.generate.device_decode import DeviceDecode, DeviceScheduler, kept_dec
 from firth.models import Model, ModelConfig
 from firth.models.config import ALiBi, LearnedPosition, LoRAConfig, RMSNormConfig, Rotary, Shaw, SlidingWindow, T5Bias
 from firth.models.lora import add_lora
-from firth.models.presets import bart, gpt, gpt2, llama, t5, t5_v1_1
+from firth.models.presets import bart, gpt, gpt2, llama, t5, t5_v1_1, t5gemma
 
 MODELS: dict[str, ModelConfig] = {
     "gpt, post-norm": gpt(2, 32, 2, 400),
@@ -34,6 +34,8 @@ MODELS: dict[str, ModelConfig] = {
     "t5": t5(2, 32, 2, 48, 400),
     "t5.1.1": t5_v1_1(2, 32, 2, 48, 400),
     "bart": bart(2, 32, 2, 400, num_decoder_layers=3),
+    "t5gemma": t5gemma(2, 32, 2, 48, 400, num_decoder_layers=3),
+    "norms of outputs": llama(2, 32, 2, 48, 400, norm_outputs=True, family="firth"),
 }
 
 

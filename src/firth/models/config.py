@@ -619,8 +619,8 @@ class ModelConfig:
 
     @property
     def has_plain_blocks(self) -> bool:
-        """Whether blocks and stack have nothing beyond attention, MLP and the norms before or after them."""
-        return not (self.norm_outputs or self.attention_gate or self.value_residual or self.unet_skips)
+        """Whether blocks and stack have nothing beyond attention, MLP and norms."""
+        return not (self.attention_gate or self.value_residual or self.unet_skips)
 
     @property
     def block_dim(self) -> int:

@@ -5,7 +5,8 @@ A block is five kernels, and three more with cross-attention:
     norm + qkv, attention, out + residual, norm + up + activation, down + residual
 
 A pre-norm block normalizes at the start of each sublayer. In a post-norm block (GPT, BART) the norm of one sublayer is
-computed by the first kernel of the next, which also stores its result: it is the residual there.
+computed by the first kernel of the next, which also stores its result: it is the residual there. Where the output of a
+sublayer is normalized too (Gemma 2), the residual is added by a kernel of its own.
 
 The cache is (layers, B, G, S, d), keys and values apart, at fixed addresses, so that a CUDA graph can replay the step.
 
@@ -30,6 +31,7 @@ from firth.models.kernels.decode_linear import (
     MAX_NORM_FEATURES,
     NormArgs,
     SplitHeads,
+    add_normalized,
     decode_linear,
 )
 from firth.models.kv_cache import KVCache, can_cache
@@ -42,7 +44,7 @@ def can_fuse_decode(stack: Stack) -> bool:
     """Whether fused kernels compute this stack: plain blocks, no LoRA, no FP8, no scores per token pair, one dtype."""
     if not can_cache(stack.config) or stack.memory is not None or stack.convolution is not None:
         return False
-    if not stack.config.has_plain_blocks:  # gates, skips and further norms
+    if not stack.config.has_plain_blocks:  # gates and skips
         return False
     if not MIN_FUSED_HEAD_SIZE <= stack.config.head_size <= MAX_FUSED_HEAD_SIZE or not stack.num_layers:
         return False
@@ -63,6 +65,7 @@ def can_fuse_block(block: nn.Module) -> bool:
         layers += [attention.qkv, attention.out]
     if len(attentions_of(block)) > 1:
         norms.append(block.cross_norm)
+    norms += [norm for norm in output_norms_of(block) if norm is not None]
     return all(type(layer) is nn.Linear for layer in layers) and all(
         type(norm) in (RMSNorm, nn.LayerNorm, nn.Identity) for norm in norms
     )
@@ -70,6 +73,10 @@ def can_fuse_block(block: nn.Module) -> bool:
 
 def attentions_of(block: Block) -> list[Attention]:
     return [block.attention, *([block.cross] if hasattr(block, "cross") else [])]
+
+
+def output_norms_of(block: Block) -> list[nn.Module | None]:
+    return [block.attention_output_norm, block.cross_output_norm, block.mlp_output_norm]
 
 
 class FusedDecode:
@@ -137,19 +144,19 @@ class FusedDecode:
                 self.bias_HS,
                 window.size // 2 if window is not None and is_local else None,
             )
-            x_BD, due = self.leave(y, block.attention_norm, block.attention.out, residual)
+            x_BD, due = self.leave(y, block.attention_norm, block.attention.out, residual, block.attention_output_norm)
             if self.source_capacity:
                 queries = block.cross.qkv_sizes[0]
                 q, residual = self.enter(x_BD, due, block.cross_norm, block.cross.qkv, queries)
                 y = decode_attention(
                     q, self.source_k[i], self.source_v[i], self.source_length_B, block.cross.scale, is_cross=True
                 )
-                x_BD, due = self.leave(y, block.cross_norm, block.cross.out, residual)
+                x_BD, due = self.leave(y, block.cross_norm, block.cross.out, residual, block.cross_output_norm)
             mlp = block.mlp
             h, residual = self.enter(
                 x_BD, due, block.mlp_norm, mlp.up, activation=mlp.activation, is_gated=mlp.is_gated
             )
-            x_BD, due = self.leave(h, block.mlp_norm, mlp.down, residual)
+            x_BD, due = self.leave(h, block.mlp_norm, mlp.down, residual, block.mlp_output_norm)
         return x_BD, due if self.stack.final_norm is None else NormArgs.of(self.stack.final_norm)
 
     def enter(
@@ -169,10 +176,18 @@ class FusedDecode:
         return decode_linear(x_BD, weight, bias, norm, activation, is_gated, return_normed=not norm_first)
 
     def leave(
-        self, y: Tensor | SplitHeads, own_norm: nn.Module, linear: nn.Linear, residual_BD: Tensor
+        self,
+        y: Tensor | SplitHeads,
+        own_norm: nn.Module,
+        linear: nn.Linear,
+        residual_BD: Tensor,
+        output_norm: nn.Module | None,
     ) -> tuple[Tensor, NormArgs | None]:
         """Return the residual stream after a sublayer's last linear layer, and the norm that is due before the next."""
-        x_BD, _ = decode_linear(y, linear.weight, linear.bias, residual_MN=residual_BD)
+        norm = None if output_norm is None else NormArgs.of(output_norm)
+        x_BD, _ = decode_linear(y, linear.weight, linear.bias, residual_MN=residual_BD if norm is None else None)
+        if norm is not None:
+            x_BD = add_normalized(residual_BD, x_BD, norm)
         return x_BD, None if self.stack.config.norm_first else NormArgs.of(own_norm)
 
 

@@ -22,7 +22,13 @@ from firth.models.kernels.decode_choice import (
     record_reference,
     record_tokens,
 )
-from firth.models.kernels.decode_linear import NormArgs, SplitHeads, decode_linear, decode_linear_reference
+from firth.models.kernels.decode_linear import (
+    NormArgs,
+    SplitHeads,
+    add_normalized,
+    decode_linear,
+    decode_linear_reference,
+)
 
 DTYPES = [torch.float32] if INTERPRETED else [torch.float32, torch.bfloat16]  # the interpreter rounds down to bfloat16
 
@@ -89,6 +95,18 @@ def test_linear(case: str, shape: tuple[int, int], M: int, dtype: torch.dtype, k
     wanted, wanted_normed = decode_linear_reference(x, *arguments)
     assert_near(found, wanted, dtype)
     assert_near(found_normed, wanted_normed, dtype)
+
+
+@pytest.mark.gpu
+@on_a_gpu
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("M", [1, 40])
+@pytest.mark.parametrize("kind", ["rms", "layer"])
+def test_a_normalized_output(kind: str, M: int, dtype: torch.dtype, kernels: None) -> None:
+    torch.manual_seed(0)
+    residual, x, norm = numbers(M, 48, dtype=dtype), numbers(M, 48, dtype=dtype) + 0.5, norm_args(kind, 48, dtype)
+    assert norm is not None
+    assert_near(add_normalized(residual, x, norm), residual + norm(x), dtype)
 
 
 @pytest.mark.gpu

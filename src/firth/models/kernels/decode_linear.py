@@ -13,8 +13,9 @@ Results are rounded where the separate operations would round. There are two ker
   all of x. It normalizes x itself: that repeats a few thousand operations per program, and saves a kernel.
 - More rows use tensor cores. Their norm is a kernel of its own, since a program would read all rows twice.
 
-Post-norm blocks (BART) add the normalized input to the output, so that `return_normed` returns norm(x) as well. Where
-attention was split over its keys (`decode_attention.py`), x is combined from the parts while it is loaded.
+Post-norm blocks (BART) add the normalized input to the output, so that `return_normed` returns norm(x) as well. Blocks
+that normalize the output of a sublayer (Gemma 2) need one kernel more, `add_normalized`. Where attention was split over
+its keys (`decode_attention.py`), x is combined from the parts while it is loaded.
 
 Shapes: M rows, K inputs, N outputs, P parts of the keys, H heads.
 """
@@ -161,13 +162,21 @@ def decode_linear(
     return y_MN, normed
 
 
-def normalize_rows(x_MK: Tensor, norm: NormArgs) -> Tensor:
-    """Return norm(x) (M, K)."""
+def add_normalized(residual_MK: Tensor, x_MK: Tensor, norm: NormArgs) -> Tensor:
+    """Return `residual + norm(x)` (M, K)."""
+    if triton is None or not uses_decode_kernels(x_MK):
+        return residual_MK + norm(x_MK)
+    return normalize_rows(x_MK, norm, residual_MK)
+
+
+def normalize_rows(x_MK: Tensor, norm: NormArgs, residual_MK: Tensor | None = None) -> Tensor:
+    """Return norm(x) (M, K), added to the residual where there is one."""
     (M, K), y_MK = x_MK.shape, torch.empty_like(x_MK)
+    bias, residual = (x_MK if x is None else x for x in (norm.bias, residual_MK))
     launch(
-        normalize_kernel, (M,), x_MK, norm.weight, x_MK if norm.bias is None else norm.bias, y_MK, norm.eps,
-        K=K, IS_RMS=norm.is_rms, HAS_BIAS=norm.bias is not None, BLOCK_K=triton.next_power_of_2(K),
-        **pdl_options(M, x_MK.device),
+        normalize_kernel, (M,), x_MK, norm.weight, bias, residual, y_MK, norm.eps,
+        K=K, IS_RMS=norm.is_rms, HAS_BIAS=norm.bias is not None, HAS_RESIDUAL=residual_MK is not None,
+        BLOCK_K=triton.next_power_of_2(K), **pdl_options(M, x_MK.device),
     )  # fmt: skip
     return y_MK
 
@@ -361,10 +370,11 @@ if triton is not None:
 
     @triton.jit
     def normalize_kernel(
-        x, weight, bias, y, eps, K: tl.constexpr, IS_RMS: tl.constexpr, HAS_BIAS: tl.constexpr,
-        BLOCK_K: tl.constexpr, USE_PDL: tl.constexpr,
+        x, weight, bias, residual, y, eps, K: tl.constexpr, IS_RMS: tl.constexpr, HAS_BIAS: tl.constexpr,
+        HAS_RESIDUAL: tl.constexpr, BLOCK_K: tl.constexpr, USE_PDL: tl.constexpr,
     ):  # fmt: skip
         """One program per row."""
+        dtype: tl.constexpr = y.dtype.element_ty
         if USE_PDL and not IS_RMS:
             gdc_launch_dependents()
         k = tl.arange(0, BLOCK_K)
@@ -376,6 +386,8 @@ if triton is not None:
             gdc_wait()
         at = tl.program_id(0).to(tl.int64) * K + k
         row = tl.load(x + at, mask=inside, other=0.0).to(tl.float32)
+        if HAS_RESIDUAL:
+            residual_k = tl.load(residual + at, mask=inside, other=0.0).to(tl.float32)
         if not IS_RMS:
             row = tl.where(inside, row - tl.sum(row, 0) / K, 0.0)
         row = row * tl.rsqrt(tl.sum(row * row, 0) / K + eps) * gain
@@ -383,7 +395,9 @@ if triton is not None:
             gdc_launch_dependents()
         if HAS_BIAS:
             row += shift
-        tl.store(y + at, row.to(y.dtype.element_ty), mask=inside)
+        if HAS_RESIDUAL:
+            row = residual_k + row.to(dtype).to(tl.float32)
+        tl.store(y + at, row.to(dtype), mask=inside)
 
     @triton.jit
     def decode_matmul_kernel(
