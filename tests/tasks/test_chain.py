@@ -57,6 +57,23 @@ def test_a_chain_keeps_the_layers_and_is_recorded(
     assert torch.equal(kept["head.out.weight"], end["head.out.weight"])
 
 
+def test_a_head_of_another_task_is_not_kept_for_its_labels(
+    toy: dict[str, Path], checkpoint_of: Callable[[str], Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Labels such as 0 and 1 say nothing about the task."""
+    rows = [json.loads(line) for line in toy["dev"].read_text().splitlines()]
+    pairs = write_jsonl(
+        tmp_path / "pairs.jsonl", [{"text_a": r["text"], "text_b": r["word"], "label": r["label"]} for r in rows]
+    )
+    firth.finetune(checkpoint_of("bert"), "classify", toy["train"], toy["dev"], tmp_path / "first", **RUN)
+    capsys.readouterr()
+    second = firth.finetune(tmp_path / "first/final", "pair", pairs, pairs, tmp_path / "second", **RUN)
+    assert "a new head for pair, over 2 classes" in capsys.readouterr().err
+    assert [link["head"] for link in second["chain"]] == ["new", "new"]
+    start, end = (load_model(tmp_path / name / "final").state_dict() for name in ("first", "second"))
+    assert not torch.equal(start["head.out.weight"], end["head.out.weight"])
+
+
 def test_a_chain_resumes_exactly(
     toy: dict[str, Path], checkpoint_of: Callable[[str], Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

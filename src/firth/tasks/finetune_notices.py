@@ -12,7 +12,7 @@ from firth.tasks.finetune_job import FinetuneJob
 from firth.tasks.multitask import MultiTask, mixing_rates
 from firth.tasks.preference import DEFAULT_LOSS, PreferenceTask
 from firth.tasks.recipe import FinetuneRecipe
-from firth.tasks.seed_model import has_same_labels
+from firth.tasks.seed_model import keeps_head
 from firth.tasks.task import Task
 
 TEXT_ANSWER_FIELDS = ("prefix", "max_target_length", "num_beams", "length_penalty")  # options of generated answers
@@ -100,10 +100,10 @@ def describe_head(config: ModelConfig, task: Task, recipe: FinetuneRecipe) -> li
     head = task.configure_model(config).head
     if isinstance(head, LMHead):
         return []
-    if isinstance(head, MultiTaskHead) and not (has_same_labels(config, head) and not recipe.from_scratch):
-        return [f"new heads for {', '.join(own.name for own in head.heads)}, over one shared {config.architecture}"]
-    if has_same_labels(config, head) and not recipe.from_scratch:
+    if keeps_head(recipe, config, head):
         return [f"training continues with the checkpoint's head for {task.name}"]
+    if isinstance(head, MultiTaskHead):
+        return [f"new heads for {', '.join(own.name for own in head.heads)}, over one shared {config.architecture}"]
     return [
         f"a new head for {task.name}"
         + (f", over {format_count(len(task.labels), 'class', 'classes')}" if task.labels else "")

@@ -36,7 +36,7 @@ from firth.models.task_heads import MultiTaskHeadModule
 from firth.tasks.embed import EmbeddingTask, write_sentence_transformers_files
 from firth.tasks.finetune_job import FinetuneJob
 from firth.tasks.lm import LanguageModelingTask
-from firth.tasks.recipe import TASK_FILE, FinetuneRecipe
+from firth.tasks.recipe import TASK_FILE, FinetuneRecipe, read_task_file
 from firth.tasks.task import Task
 from firth.tokens import load_tokenizer
 
@@ -62,7 +62,7 @@ def build_seed_model(job: FinetuneJob, seed: int) -> Model:
         model.config = model_config
     else:
         model = load_model(recipe.checkpoint, model_config.head, model_config.extras, dropout)
-        if isinstance(config.head, TaskHead) and not has_same_labels(config, model_config.head):
+        if isinstance(config.head, TaskHead) and not keeps_head(recipe, config, model_config.head):
             reset_head(model)
     if recipe.teacher:
         model.distillation = TaskDistillation(recipe.distill_alpha, recipe.distill_temperature)
@@ -111,14 +111,32 @@ def balance_class_weights(config: ModelConfig, labels: Sequence[str]) -> ModelCo
     return replace(config, head=replace(config.head, class_weights=weights))
 
 
+def keeps_head(recipe: FinetuneRecipe, config: ModelConfig, head: Any) -> bool:
+    """Whether a run goes on with the head of its checkpoint: the LM head, or that of the same task and labels.
+
+    Tasks often share labels, such as 0 and 1. A checkpoint without task.json does not say of which task its head is.
+    """
+    if recipe.from_scratch or not has_same_labels(config, head):
+        return False
+    facts = read_task_file(Path(recipe.checkpoint))
+    if isinstance(head, LMHead) or not facts:
+        return True
+    theirs = {name: own["task"] for name, own in (facts.get("tasks") or {"": facts}).items()}
+    return theirs == {name: own.task for name, own in recipe.task_recipes().items()}
+
+
 def has_same_labels(config: ModelConfig, head: Any) -> bool:
-    """Whether a checkpoint's head has this type and these labels."""
+    """Whether a checkpoint's head has this type, these labels, and as many marked words."""
     if isinstance(head, MultiTaskHead) and isinstance(config.head, MultiTaskHead):
         mine, theirs = ({own.name: own.head for own in side.heads} for side in (head, config.head))
         return mine.keys() == theirs.keys() and all(
             has_same_labels(replace(config, head=theirs[name]), own) for name, own in mine.items()
         )
-    return type(config.head) is type(head) and getattr(config.head, "names", ()) == getattr(head, "names", ())
+
+    def kind(own: Any) -> tuple[Any, ...]:
+        return type(own), getattr(own, "names", ()), getattr(own, "num_marked", 1)
+
+    return kind(config.head) == kind(head)
 
 
 def save_seed_model(

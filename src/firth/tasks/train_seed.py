@@ -19,7 +19,7 @@ from firth.tasks.finetune_job import FinetuneJob, make_finetune_batch_fn
 from firth.tasks.finetune_loss import make_loss_fn
 from firth.tasks.recipe import FinetuneRecipe
 from firth.tasks.results import DIVERGED_KEY, PREDICTIONS_FILE, deciding_metric, orient_score, write_predictions
-from firth.tasks.seed_model import build_seed_model, has_same_labels, save_seed_model
+from firth.tasks.seed_model import build_seed_model, keeps_head, save_seed_model
 from firth.tasks.seed_results import SeedResults, check_seed_resumable, has_seed_diverged, is_seed_finished
 from firth.tasks.shape_buckets import ShapeCountingBatches
 from firth.tasks.task import Prediction
@@ -109,8 +109,8 @@ def train_seed(
         if dist_context.is_main_process:
             write_predictions(seed_folder / PREDICTIONS_FILE, job.data.dev, predictions)
             metric = deciding_metric(recipe, job.task)
-            keeps_head = has_same_labels(read_config(recipe.checkpoint), model.config.head)
-            chain = extend_chain(recipe, keeps_head, metric, outcome.scores[metric])
+            is_kept = keeps_head(recipe, read_config(recipe.checkpoint), model.config.head)
+            chain = extend_chain(recipe, is_kept, metric, outcome.scores[metric])
             save_seed_model(recipe, job.task, model, seed_folder, chain)
             write_results(seed_folder / "results.json", results)
             remove_best(seed_folder)
