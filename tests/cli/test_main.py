@@ -766,6 +766,22 @@ MISTAKES: dict[str, tuple[Words, list[str]]] = {
     "a stream of JSON": (lambda h, t: ["generate", h["gpt2"], "The", "--stream", "--json"], ["--stream", "--json"]),
     "a stream of two": (lambda h, t: ["generate", h["gpt2"], "The", "A", "--stream"], ["2 prompts"]),
     "drawing without a temperature": (lambda h, t: ["generate", h["gpt2"], "The", "--top-k=3"], ["temperature"]),
+    "a file of an analogy": (
+        lambda h, t: ["embed", h["gpt2"], "a", "b", "c", "--analogy", "--output-dir", t / "v", "--layer=0"],
+        ["--analogy compares the vectors of words", "--output-dir, --layer"],
+    ),
+    "a pool of a comparison": (
+        lambda h, t: ["embed", h["bert"], "a cat", "the cat", "--compare", "cat", "--pool=mean"],
+        ["--compare prints its own tables", "--pool"],
+    ),
+    "a batch size without fine-tuning": (
+        lambda h, t: ["evaluate", h["gpt2"], "--task=perplexity", "--data", h["text"], "--batch-size=4"],
+        ["batch_size is for fine-tuned models"],
+    ),
+    "documents of examples": (
+        lambda h, t: ["evaluate", h["gpt2"], "--task=minimal-pairs", "--data", h["text"], "--documents=file"],
+        ["documents is for plain text"],
+    ),
     "an unknown pool": (lambda h, t: ["embed", h["bert"], "The", "--pool=avg"], ["'avg'", "mean"]),
     "LoRA and freezing": (lambda h, t: finetune(h, t, "--lora-rank=2", "--freeze=backbone"), ["LoRA", "freeze"]),
 }

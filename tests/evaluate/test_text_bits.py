@@ -120,6 +120,12 @@ def test_an_unknown_word_costs_its_spelling(untrained: Untrained) -> None:
         measure_text_bits(model, ["...", "?"])
 
 
+def test_a_model_that_diverged_has_figures_too() -> None:
+    figures = TextBits("left-to-right", nats=(1e6,), bytes=(1000,), tokens=250, unknown_bytes=0).to_dict()
+    assert figures["bits_per_byte"] > 1024
+    assert figures["byte_perplexity"] == float("inf")
+
+
 def test_the_interval_of_a_difference() -> None:
     """Equal texts that all change alike have no spread; with equal sizes it is the interval of a mean difference."""
     sizes = (100,) * 6

@@ -679,9 +679,10 @@ def embed(
     from firth.core.files import check_writable, write_npy
 
     given = collect_input_texts(text, texts, "--texts", ("text",), encoding)
+    of_texts = {"--pool": options["pool"] != "auto", "--normalize": options["normalize"]}
+    of_texts |= {"--max_seq_length": options["max_seq_length"], "--output_dir": output_dir}
     if compare is not None:
-        if similar or analogy or output_dir is not None:
-            raise UserError("--compare prints its own tables: leave out --similar, --analogy and --output-dir.")
+        refuse_options({"--similar": similar, "--analogy": analogy} | of_texts, "--compare prints its own tables")
         comparison = api.compare(compare, given, [checkpoint, *(with_ or ())], layer, among or (), top)
         render.print_json(comparison) if json else render.print_word_comparison(comparison)
         return
@@ -690,6 +691,8 @@ def embed(
     if analogy and len(given) != 3:
         raise UserError(f"--analogy needs three words a b c, and {format_count(len(given), 'was', 'were')} given.")
     if analogy or (similar and len(given) == 1):
+        option = "--analogy" if analogy else "--similar with one word"
+        refuse_options({**of_texts, "--layer": layer != -1}, f"{option} compares the vectors of words")
         positive, negative = (given[1:], given[:1]) if analogy else (given, [])
         render.print_similar_words(given, api.similar(checkpoint, positive, negative, top), json)
         return

@@ -31,6 +31,7 @@ if TYPE_CHECKING:
 HELP_WIDTH, LABEL_WIDTH = 80, 26  # columns of --help, and of its left part with the options
 MAX_TEXT_CHARS = 40  # characters: longer texts are shortened in tables
 MAX_LISTED_TOKENS = 20  # new tokens of an extended tokenizer that are shown
+CORRELATIONS = ("mcc", "pearson", "spearman")
 MAX_HELP_CHARS = 110  # characters of one option's text in --help, about two lines
 REQUIRED, RUN, OUTPUT, KEY_VALUE = "Required", "Run", "Output", "KEY=VALUE"  # topics: first, the last two, the footer
 
@@ -234,21 +235,25 @@ def format_value(value: Any) -> str:
 def format_score(name: str, value: Any, num_examples: int) -> str:
     """Format a score with the digits that this many examples support; a share is a percentage.
 
+    These are shares and correlations. Other scores, such as bits per byte, do not count examples: four digits.
+
     A share of n examples moves in steps of 1/n, and its standard error is up to 0.5 / sqrt(n). So digits finer than a
     step, or than a tenth of that error, are left out.
 
     >>> [format_score("accuracy", x, n) for x, n in ((10 / 12, 12), (0.84317, 1000), (0.84317, 10_000))]
     ['83%', '84.3%', '84.32%']
-    >>> format_score("mcc", 0.84317, 1000), format_score("perplexity", 20.123, 12)
-    ('0.843', '20.12')
+    >>> [format_score(name, x, n) for name, x, n in (("mcc", 0.84317, 1000), ("bits_per_byte", 0.93412, 1))]
+    ['0.843', '0.9341']
     """
     from firth.metrics import format_metric, is_share_metric
 
-    if not isinstance(value, float) or not abs(value) <= 1 or num_examples < 1:
+    is_share = is_share_metric(name)
+    is_bounded = isinstance(value, float) and abs(value) <= 1 and (is_share or name in CORRELATIONS)
+    if not is_bounded or num_examples < 1:
         return format_metric(name, value) if isinstance(value, float) else format_value(value)
     decimals = min(math.ceil(math.log10(num_examples)), math.ceil(math.log10(20 * math.sqrt(num_examples))))
     decimals = min(max(decimals, 2), 4)
-    return f"{100 * value:.{decimals - 2}f}%" if is_share_metric(name) else f"{value:.{decimals}f}"
+    return f"{100 * value:.{decimals - 2}f}%" if is_share else f"{value:.{decimals}f}"
 
 
 def format_with_deviation(name: str, values: Sequence[Any], deviation: Any) -> list[str]:

@@ -48,6 +48,7 @@ from firth.text.suite import PLAIN_TEXT_TASKS
 from firth.tokens import load_tokenizer
 from firth.train import TrainingConfig, choose_compute
 
+BATCH_SIZE = 32  # examples that a fine-tuned model computes at once
 LIKELIHOOD_OPTIONS = ("method", "max_seq_length", "stride", "batch_tokens")
 BATCHING_OPTIONS = ("max_seq_length", "batch_tokens")
 IN_CONTEXT_OPTIONS = (
@@ -80,7 +81,7 @@ def evaluate(
     data: str | Path | Sequence[str | Path] | None,
     output_dir: str | Path,
     columns: Mapping[str, str] | None = None,
-    batch_size: int = 32,
+    batch_size: int | None = None,
     overwrite: bool = False,
     encoding: str = "utf-8",
     documents: str = "auto",
@@ -101,6 +102,10 @@ def evaluate(
         facts = facts["tasks"][task]
         task = facts["task"]
     check_evaluation(checkpoint, task, facts, settings)
+    if batch_size is not None and not is_finetuned_for(task, facts, settings):
+        raise UserError(f"batch_size is for fine-tuned models, and {checkpoint} is not asked as one. Leave it out.")
+    if documents != "auto" and task not in PLAIN_TEXT_TASKS:
+        raise UserError(f"documents is for plain text, and the task {task} reads examples. Leave it out.")
     if not overwrite and not numbered:
         check_output_folder(folder, "--output-dir")
     check_writable(folder)
@@ -119,7 +124,7 @@ def evaluate(
         check_all_or_no_labels(data, examples)
         if "train" in settings:
             settings["train"] = read_labelled(settings["train"], task, columns, "train", encoding)
-        outcome = evaluate_examples(checkpoint, task, facts, data, examples, settings, batch_size)
+        outcome = evaluate_examples(checkpoint, task, facts, data, examples, settings, batch_size or BATCH_SIZE)
         if records := notes.to_records():
             outcome = outcome._replace(details={**outcome.details, "notes": records})
     for notice in outcome.notices:
@@ -256,7 +261,7 @@ def evaluate_finetuned(
     task: str,
     task_metadata: Mapping[str, Any],
     examples: Sequence[Example],
-    batch_size: int = 32,
+    batch_size: int = BATCH_SIZE,
     train: Sequence[Example] | None = None,
     threshold: float | None = None,
 ) -> Evaluation:

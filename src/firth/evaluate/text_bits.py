@@ -34,7 +34,7 @@ from firth.core.console import progress
 from firth.core.errors import UserError
 from firth.evaluate.likelihood import CausalScorer, DecoderSpanScorer, Scorer, make_scorer
 from firth.evaluate.logprobs import LogprobQuery, compute_logprobs
-from firth.metrics import bits_per_byte
+from firth.metrics import bits_per_byte, perplexity
 from firth.models import Model
 from firth.text import Document, text_fingerprint
 from firth.text.scripts import find_word_spans
@@ -61,10 +61,9 @@ class TextBits:
         return bits_per_byte(sum(self.nats), sum(self.bytes))
 
     def to_dict(self) -> dict[str, Any]:
-        bits = self.bits_per_byte
         return {
-            "bits_per_byte": bits,
-            "byte_perplexity": 2**bits,
+            "bits_per_byte": self.bits_per_byte,
+            "byte_perplexity": perplexity(sum(self.nats), sum(self.bytes)),  # infinite beyond 1,024 bits
             "method": self.method,
             "texts": len(self.nats),
             "scored_bytes": sum(self.bytes),
