@@ -157,6 +157,7 @@ def test_models_without_a_graph_are_refused_by_the_name_of_the_field() -> None:
         "model.head.crf": replace(tags, head=replace(tags.head, crf=True)),  # type: ignore[call-arg]
         "model.prompt_form prefix": replace(p.gpt2(1, 16, 2, V), prompt_form="prefix"),
         "num_marked": with_head(bert, "relation"),
+        "model.num_bigram_buckets": replace(p.gpt2(1, 16, 2, V), num_bigram_buckets=50),
     }
     for name, config in refused.items():
         with pytest.raises(UserError, match=name):

@@ -103,6 +103,7 @@ SMALL: dict[str, ModelConfig] = {
     "windows": any_decoder(Rotary(local_theta=100.0), window=SlidingWindow(4, 2)),
     "windows and buckets": any_decoder(T5Bias(8, 10), window=SlidingWindow(4, 2)),
     "windows and shaw": any_decoder(Shaw(3), window=SlidingWindow(4, 2)),
+    "bigrams": any_decoder(Rotary(), num_bigram_buckets=50),
     "shared layers": any_decoder(Rotary(), num_shared=2),
     "transformer-xl": any_decoder(TransformerXL()),
     "disentangled": any_decoder(Disentangled()),
@@ -142,6 +143,8 @@ def test_who_remembers(untrained: Any, capsys: pytest.CaptureFixture[str]) -> No
     assert capsys.readouterr().err == ""
     assert isinstance(make_decode_state(untrained(SMALL["transformer-xl"]), SOME, 5), UncachedDecode)
     assert capsys.readouterr().err.count("TransformerXL positions have no KV cache") == 1
+    assert isinstance(make_decode_state(untrained(SMALL["bigrams"]), SOME, 5), UncachedDecode)
+    assert capsys.readouterr().err.count("embeddings of bigrams have no KV cache") == 1
 
 
 def test_a_remembered_row_is_read_once(untrained: Any, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -93,6 +93,9 @@ def check_onnx_support(config: ModelConfig) -> None:
         ),
         "model.head reads several positions of a text (num_marked, num_orders)": several,
         "model.head has several tasks: choose one with --task NAME": isinstance(head, MultiTaskHead),
+        "model.num_bigram_buckets: a token's embedding depends on the one before it, which a KV cache lacks": (
+            generates and config.num_bigram_buckets > 0
+        ),
         f"model.position {type(config.position).__name__} has no KV cache": (
             generates and not isinstance(config.position, CACHED_POSITIONS)
         ),

@@ -92,7 +92,8 @@ def make_decode_state(
     if isinstance(model.config.recurrent, AWDLSTMConfig):
         return LstmDecode(model, prompts)
     if not can_cache(model.config):
-        kind = f"{type(model.config.position).__name__} positions"
+        has_bigrams = bool(model.config.num_bigram_buckets)
+        kind = "embeddings of bigrams" if has_bigrams else f"{type(model.config.position).__name__} positions"
         kind = "an LSTM decoder with attention" if model.config.recurrent is not None else kind
         warn(f"Models with {kind} have no KV cache: each new token recomputes the whole sequence.")
         return UncachedDecode(model, prompts)

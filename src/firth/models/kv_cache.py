@@ -24,7 +24,9 @@ from firth.models.position.rope import make_rope
 
 
 def can_cache(config: ModelConfig) -> bool:
-    """Whether the keys and values of earlier tokens stay the same when a token is appended."""
+    """Whether the keys and values of earlier tokens stay the same when a token is appended, which is embedded alone."""
+    if config.num_bigram_buckets:  # a token's embedding depends on the one before it
+        return False
     return config.recurrent is None and not isinstance(config.position, TransformerXL | Disentangled)
 
 
