@@ -10,6 +10,7 @@ from typing import Any
 import jsonschema
 import pytest
 import torch
+from tasks.small import parts
 
 from firth import api
 from firth.core.errors import UserError
@@ -18,6 +19,7 @@ from firth.metrics.additive import make_additive_score
 from firth.models import make_model, write_model
 from firth.models.config import LearnedPosition
 from firth.models.presets import gpt2, t5_v1_1
+from firth.tasks import FinetuneRecipe, make_task
 from firth.tasks.extract import infer_schema, order_fields
 from firth.text.labelled import read_labelled
 from firth.tokens import train_tokenizer
@@ -110,6 +112,17 @@ def test_inferred_schema_allows_its_objects_and_like_ones() -> None:
     assert infer_schema(["red", "blue"] * 10) == {"enum": ["red", "blue"]}
     ordered = order_fields({"e": "x", "d": 1, "b": {}, "a": 2}, schema)
     assert list(ordered) == ["a", "b", "d", "e"]
+
+
+def test_an_object_without_fields_is_learned(tmp_path: Path) -> None:
+    """Constrained decoding has to write {} then, which a model that learned to write nothing never saw."""
+    rows = [{"text": "a cat", "target": {"animal": "cat"}}, {"text": "the river", "target": {}}]
+    examples = read_labelled(write_jsonl(tmp_path / "train.jsonl", rows), "extract")
+    assert [e.target for e in examples] == ['{"animal": "cat"}', "{}"]
+    config, tokenizer = parts("gpt2")
+    task = make_task("extract", examples, tokenizer, config, FinetuneRecipe(task="extract", max_target_length=8))
+    written = [tokenizer.decode(item.answer_ids) for item in task.encode(examples)]
+    assert written == ['{"animal": "cat"}', "{}"]
 
 
 def test_field_scores_by_hand() -> None:

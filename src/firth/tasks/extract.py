@@ -36,6 +36,7 @@ class ExtractTask(TextToTextTask):
 
     name = "extract"
     metric = "field_f1"
+    long_answer_remedy = "Lower max_target_length, or extract fewer fields: objects of train are not cut."
 
     def __init__(
         self,

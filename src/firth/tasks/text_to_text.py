@@ -111,6 +111,7 @@ class TextToTextTask:
     name = "text-to-text"
     metric = "chrf"
     labels: tuple[str, ...] = ()
+    long_answer_remedy = "Lower max_target_length."
 
     def __init__(
         self, tokenizer: Tokenizer, config: ModelConfig, answer_config: AnswerConfig, is_training: bool = True
@@ -163,7 +164,7 @@ class TextToTextTask:
         if self.is_decoder and config.max_length and self.answer_tokenizer.max_length >= config.max_length // 2:
             raise UserError(
                 f"A row of this decoder has {config.max_length} positions, and answers take "
-                f"{self.answer_tokenizer.max_length} of them: no room is left for a text. Lower max_target_length."
+                f"{self.answer_tokenizer.max_length} of them: no room is left for a text. {self.long_answer_remedy}"
             )
         raise UserError(
             f"max_seq_length={self.source_tokenizer.max_length} has no room for a text behind the prefix "

@@ -163,7 +163,9 @@ def parse_extract_row(row: LabelledRow) -> Example:
             raise UserError(
                 f"{row.where}: no field: give a column target with a JSON object, or a column for each field."
             )
-    return row.make_example((row.text("text"),), json.dumps(target, ensure_ascii=False) if target else None)
+        if not target:
+            return row.make_example((row.text("text"),))
+    return row.make_example((row.text("text"),), json.dumps(target, ensure_ascii=False))
 
 
 def parse_lm_row(row: LabelledRow) -> Example:
