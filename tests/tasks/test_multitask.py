@@ -71,6 +71,25 @@ def test_items_of_all_tasks_share_a_batch_and_scores_do_not() -> None:
     assert scores["average"] == 0.75
 
 
+@pytest.mark.parametrize("family", ["t5", "llama"])
+@pytest.mark.parametrize("names", [("kind", "facts"), ("facts", "kind")])
+def test_rows_hold_the_longest_answers_of_any_task(names: tuple[str, str], family: str) -> None:
+    """Objects to extract are not cut, and so longer than `max_target_length`, which the other answers have."""
+    config, tokenizer = parts(family)
+    answer = json.dumps(dict.fromkeys(("cat", "dog", "fox", "horse", "garden", "harbour"), "near the river"))
+    examples = {
+        "kind": [Example(0, ("a red cat",), "cat"), Example(1, ("a blue dog",), "dog")],
+        "facts": [Example(0, ("the river",), answer)],
+    }
+    kinds = {"kind": "classify", "facts": "extract"}
+    recipe = firth.tasks.FinetuneRecipe(max_seq_length=16, max_target_length=8, answer="text")
+    task = MultiTask({n: make_task(kinds[n], examples[n], tokenizer, config, recipe) for n in names})
+    items = task.encode([e for n in names for e in qualify_ids(n, examples[n])])
+    assert task.collate(items).num_targets == sum(len(item.item.answer_ids) for item in items)
+    longest = max(len(item.item.answer_ids) for item in items)
+    assert task.metadata()["max_target_length"] >= longest > 16, "so that `firth generate` does not cut them"
+
+
 @pytest.fixture
 def files(toy: dict[str, Path]) -> dict[str, Any]:
     return {

@@ -141,6 +141,17 @@ def split_into_batches(items: Sequence[Any], size: int) -> list[Sequence[Any]]:
     return [own[i : i + size] for own in groups for i in range(0, max(len(own) - size, 0) + 1, size)]
 
 
+def text_task(task: Task) -> TextToTextTask:
+    """Return the task that packs and writes the answers of a task."""
+    own = task.base_task if isinstance(task, VerbalizedTask) else task
+    assert isinstance(own, TextToTextTask)
+    return own
+
+
+def max_row_tokens(task: Task) -> int:
+    return text_task(task).max_row_tokens
+
+
 class MultiTask:
     """Several tasks by name, all with generated answers or all with heads. Each has its own labels and metrics."""
 
@@ -159,10 +170,11 @@ class MultiTask:
                     "here, where others do not. Add --answer head or --answer text, or learn it alone."
                 )
         self.tasks = dict(tasks)
-        self.first = next(iter(tasks.values()))  # tokenizer, lengths and packing are the same in all
+        # Tokenizer and packing are the same in all; objects to extract may need longer rows than other answers.
+        self.packer = next(iter(tasks.values())) if self.has_heads else max(tasks.values(), key=max_row_tokens)
         if self.has_heads:
             self.name_heads()
-        self.tokenizer = self.first.tokenizer
+        self.tokenizer = self.packer.tokenizer
 
     def name_heads(self) -> None:
         """Let the batches of each task name its head."""
@@ -180,22 +192,20 @@ class MultiTask:
 
     def configure_model(self, config: ModelConfig) -> ModelConfig:
         if not self.has_heads:
-            return self.first.configure_model(config)
+            return self.packer.configure_model(config)
         heads = {name: task.configure_model(config).head for name, task in self.tasks.items()}
         several = MultiTaskHead(tuple(NamedHead(name, cast(Any, head)) for name, head in heads.items()))
         return replace(config, head=several, extras=())
 
     def templated_tokenizer(self) -> Tokenizer:
-        return self.first.templated_tokenizer()
+        return self.packer.templated_tokenizer()
 
     def metadata(self) -> dict[str, Any]:
         """Return task.json: each task by its name. Text-to-text has no prefix of its own: the input brings it along."""
         tasks = {name: task.metadata() for name, task in self.tasks.items()}
         if self.has_heads:
             return {"task": self.name, "answer": "head", "tasks": tasks}
-        base_task = self.first.base_task if isinstance(self.first, VerbalizedTask) else self.first
-        assert isinstance(base_task, TextToTextTask)
-        shared = vars(replace(base_task.answer_config, prefix=""))
+        shared = vars(replace(text_task(self.packer).answer_config, prefix=""))
         return {"task": "text-to-text", "answer": "text", **shared, "tasks": tasks}
 
     def group(self, names: Iterable[str]) -> dict[str, list[int]]:
@@ -217,7 +227,7 @@ class MultiTask:
         if self.has_heads:
             assert len({item.task for item in items}) == 1, "a batch has one head"
             return self.tasks[items[0].task].collate([item.item for item in items])
-        return self.first.collate([item.item for item in items])
+        return self.packer.collate([item.item for item in items])
 
     def predict(
         self, model: Model, items: Sequence[TaskItem], compute: ComputeConfig, batch_size: int
