@@ -13,17 +13,20 @@ import pytest
 import torch
 import torch.nn.functional as F
 from tasks.conftest import write_jsonl
-from tasks.small import CPU, assert_equal_gradients, model_for, parts
+from tasks.small import CPU, assert_equal_gradients, model_for, parts, tokenizer_of
 from tasks.test_resume import stop_in_seed
 
 from firth.core.errors import UserError
 from firth.evaluate import evaluate
 from firth.evaluate.predict import Predictor
-from firth.models import Model, load_model
+from firth.models import Model, load_model, make_model
+from firth.models.presets import distilbert
 from firth.tasks import FinetuneRecipe, finetune, make_task
 from firth.tasks.best_of import RewardModel, best_of_settings, check_reward_model, rank_by_reward
-from firth.tasks.finetune_job import encode_file
+from firth.tasks.finetune_data import FinetuneData
+from firth.tasks.finetune_job import encode_file, encode_finetune_data
 from firth.tasks.reward import RewardLoss, RewardTask
+from firth.tasks.seed_model import build_seed_model
 from firth.text import Example, read_labelled
 
 PAIRS = [
@@ -43,6 +46,23 @@ def made(family: str, **fields: Any) -> tuple[RewardTask, Model]:
     for p in model.head.parameters():  # a head that starts near 0 would hide a wrong position
         torch.nn.init.normal_(p, std=0.5)
     return task, model
+
+
+@pytest.mark.parametrize(("given", "used"), [(None, 0.0), (0.3, 0.3)])
+def test_a_head_with_dropout_of_its_own_trains_without(given: float | None, used: float, tmp_path: Path) -> None:
+    """DistilBERT's head has 0.2. What is set is used; the checkpoint keeps the published number."""
+    tokenizer = tokenizer_of("wordpiece")
+    model = make_model(distilbert(1, 16, 2, tokenizer.vocab.size))
+    model.tokenizer = tokenizer
+    model.save(tmp_path / "distilbert")
+    recipe = FinetuneRecipe(
+        task="reward", checkpoint=str(tmp_path / "distilbert"), max_seq_length=64, head_dropout=given
+    )
+    task = make_task("reward", PAIRS, tokenizer, model.config, recipe)
+    job = encode_finetune_data(recipe, task, FinetuneData(PAIRS, PAIRS), CPU, tmp_path)
+    built = build_seed_model(job, 0)
+    assert max(module.p for module in built.modules() if isinstance(module, torch.nn.Dropout)) == used
+    assert built.config.head.dropout == (given or 0.2)
 
 
 def their_rewards(folder: Path) -> list[list[float]]:

@@ -6,7 +6,8 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from statistics import fmean, pstdev
+from typing import Any, NamedTuple
 
 import torch
 
@@ -19,6 +20,7 @@ from firth.models import (
     Model,
     ModelConfig,
     MultiTaskHead,
+    RegressionHead,
     TaskHead,
     get_eos_token_ids,
     grow_vocabulary,
@@ -30,32 +32,37 @@ from firth.models import (
 )
 from firth.models.config import without_dropout
 from firth.models.hf.adapter import write_adapter
+from firth.models.kernels.dropout import Dropout
 from firth.models.lora import add_lora, train_new_tokens
 from firth.models.task_distill import TaskDistillation
-from firth.models.task_heads import MultiTaskHeadModule
+from firth.models.task_heads import MultiTaskHeadModule, RegressionHeadModule
 from firth.tasks.embed import EmbeddingTask, write_sentence_transformers_files
 from firth.tasks.finetune_job import FinetuneJob
 from firth.tasks.lm import LanguageModelingTask
+from firth.tasks.multitask import split_by_task
 from firth.tasks.recipe import TASK_FILE, FinetuneRecipe, read_task_file
 from firth.tasks.task import Task
+from firth.text import Example
 from firth.tokens import load_tokenizer
 
 TASKS_WITHOUT_DROPOUT = ("preference", "reward")
+CONSTANT_TOLERANCE = 1e-9  # numbers that differ by less of their size are all the same
 
 
 def build_seed_model(job: FinetuneJob, seed: int) -> Model:
     """Load the checkpoint's backbone with the task's head, or initialize it randomly; add LoRA if enabled.
 
     Answers are compared without dropout, as TRL's trainers do: its noise would be as large as the first differences,
-    and those to a reference that has none would begin above 0.
+    and those to a reference that has none would begin above 0. A head has dropout then if the recipe says so.
     """
     recipe, task = job.recipe, job.task
     torch.manual_seed(recipe.seed + seed)
     config = read_config(recipe.checkpoint)
     model_config = recipe.apply_head_options(task.configure_model(config))
     if recipe.class_weights == "balanced":
-        own = (i for i in job.train_indices[seed] if i < len(job.data.train))
-        model_config = balance_class_weights(model_config, [job.data.train[i].target for i in own])
+        model_config = balance_class_weights(model_config, [e.target for e in train_examples(job, seed)])
+    targets = describe_regression_targets(job, seed)
+    model_config = replace(model_config, head=with_target_std(model_config.head, targets))
     dropout = recipe.task not in TASKS_WITHOUT_DROPOUT
     if recipe.from_scratch:
         model = make_model(model_config if dropout else without_dropout(model_config))
@@ -64,6 +71,15 @@ def build_seed_model(job: FinetuneJob, seed: int) -> Model:
         model = load_model(recipe.checkpoint, model_config.head, model_config.extras, dropout)
         if isinstance(config.head, TaskHead) and not keeps_head(recipe, config, model_config.head):
             reset_head(model)
+    if not keeps_head(recipe, config, model_config.head):
+        for name, target in targets.items():
+            head = model.head[name] if isinstance(model.head, MultiTaskHeadModule) else model.head
+            if isinstance(head, RegressionHeadModule):
+                head.standardize(target.mean)
+    if not dropout and recipe.head_dropout is None:
+        for module in model.head.modules():  # some families publish one of the head's own
+            if isinstance(module, Dropout):
+                module.p = 0.0
     if recipe.teacher:
         model.distillation = TaskDistillation(recipe.distill_alpha, recipe.distill_temperature)
     model.tokenizer = task.tokenizer
@@ -74,6 +90,39 @@ def build_seed_model(job: FinetuneJob, seed: int) -> Model:
         add_lora(model, model.config, recipe.lora)
         train_new_tokens(model, load_tokenizer(recipe.checkpoint).vocab.size, task.tokenizer.vocab.size)
     return model
+
+
+def train_examples(job: FinetuneJob, seed: int) -> list[Example]:
+    """Return the labelled examples that a seed trains on."""
+    return [job.data.train[i] for i in job.train_indices[seed] if i < len(job.data.train)]
+
+
+class TargetStatistics(NamedTuple):
+    """Mean and standard deviation of the numbers that a regression learns."""
+
+    mean: float
+    std: float
+
+
+def describe_regression_targets(job: FinetuneJob, seed: int) -> dict[str, TargetStatistics]:
+    """Return the statistics of each regression by the name of its task; the only task of a run has the name ""."""
+    tasks, examples = job.recipe.task_recipes(), train_examples(job, seed)
+    by_task = split_by_task(examples) if job.recipe.tasks else {"": examples}
+    found = {}
+    for name in (name for name, own in tasks.items() if own.task == "regress"):
+        numbers = [float(e.target) for e in by_task.get(name, []) if e.target is not None]
+        mean, std = (fmean(numbers), pstdev(numbers)) if numbers else (0.0, 0.0)
+        found[name] = TargetStatistics(mean, std if std > abs(mean) * CONSTANT_TOLERANCE else 1.0)
+    return found
+
+
+def with_target_std(head: Any, targets: Mapping[str, TargetStatistics | None]) -> Any:
+    """Return the head with the standard deviation of the targets of each regression in it."""
+    if isinstance(head, MultiTaskHead):
+        own = (replace(named, head=with_target_std(named.head, {"": targets.get(named.name)})) for named in head.heads)
+        return replace(head, heads=tuple(own))
+    target = targets.get("")
+    return replace(head, target_std=target.std) if target is not None and isinstance(head, RegressionHead) else head
 
 
 def add_end_tokens(model: Model, task: Task) -> None:
