@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -10,11 +11,12 @@ import numpy as np
 import pytest
 import torch
 from torch import nn
+from torch.testing import assert_close
 
 from firth.core.errors import UserError
-from firth.models import Model, make_model
+from firth.models import Model, RegressionHead, head_for_task, make_model
 from firth.models.lora import LoRAConfig, add_lora
-from firth.models.presets import bert, gpt2, t5, t5_v1_1
+from firth.models.presets import bert, gpt2, t5, t5_v1_1, xlnet
 from firth.models.task_heads import with_classification_head
 from firth.objectives import Batch
 from firth.train import ComputeConfig, TrainingConfig, TrainingRun, fit
@@ -92,6 +94,18 @@ def test_matrices_are_decayed_and_vectors_are_not() -> None:
     assert [tuple(p.shape) for p in others["params"]] == [(2,), (3,), (3,)]
     assert (decayed["betas"], decayed["eps"]) == ((0.8, 0.9), 1e-7)
     assert isinstance(optimizer, torch.optim.AdamW)
+
+
+def test_biases_with_a_row_for_each_head_are_not_decayed() -> None:
+    model = make_model(xlnet(1, 16, 2, 20))
+    decays = {
+        p: group["weight_decay"]
+        for group in make_optimizer(model, TrainingConfig()).param_groups
+        for p in group["params"]
+    }
+    biases = {name: decays[p] for name, p in model.named_parameters() if name.endswith("bias") and p.ndim == 2}
+    assert set(biases.values()) == {0.0}, biases
+    assert decays[model.embed.tokens.weight] > 0
 
 
 # --- layers
@@ -244,3 +258,32 @@ def test_lora_layers_unfrozen_later_are_in_best_and_ema(mean: float, tmp_path: P
         assert torch.equal(value, judged[best // 2 - 1][name]), name
         if mean and name.endswith("lora_b"):
             assert not torch.equal(value, raw[name]), name
+
+
+@pytest.mark.parametrize("optim", ["adamw", "muon"])
+@pytest.mark.parametrize(("mean", "std"), [(0.0, 1.0), (500.0, 100.0), (2.0, 0.01)])
+def test_a_regression_learns_alike_in_any_units(mean: float, std: float, optim: str) -> None:
+    """Targets `mean + std * z` train the model that targets z train, whose scores are in those units."""
+    config = bert(1, 16, 2, 20, dropout=0.0, attention_dropout=0.0)
+    z_B1 = torch.tensor([[-1.0], [0.5], [1.5]])
+    batch = Batch(torch.tensor([[2, 7, 8], [2, 9, 3], [2, 5, 6]]), target_positions=torch.zeros(3, 1, dtype=torch.long))
+
+    def train(targets_B1: torch.Tensor, head: RegressionHead, center: float) -> torch.Tensor:
+        torch.manual_seed(0)
+        model = make_model(replace(config, head=head))
+        model.head.standardize(center)
+        training = TrainingConfig(optim=optim, learning_rate=0.01, weight_decay=0.1)  # type: ignore[arg-type]
+        optimizer = make_optimizer(model, training)
+        for group in optimizer.param_groups:
+            group["lr"] = 0.01 * group["scale"]
+        for _ in range(10):
+            optimizer.zero_grad()
+            model.losses(batch._replace(task_labels=targets_B1))["targets"].backward()
+            optimizer.step()
+        return model.logits(batch).detach()
+
+    head = head_for_task(config, "regress")
+    wanted = train(z_B1, head, 0.0)
+    found = train(mean + std * z_B1, replace(head, target_std=std), mean)
+    assert_close((found - mean) / std, wanted, atol=2e-3, rtol=0)
+    assert wanted.abs().min() > 0.1, "the scores have left the mean"

@@ -3,6 +3,9 @@
 A group has one weight decay, one learning-rate factor (`scale`) and, with `--optim muon`, one update rule. Matrices and
 embeddings are decayed, biases and norms are not. With `layer_decay` the factor falls from the head down (discriminative
 fine-tuning: Howard & Ruder 2018, section 3.2). A resumed run needs no scheduler state: only the step.
+
+AdamW's steps have a size of their own, whatever the size of a weight. So the output layer of a regression takes steps
+in the units of its targets: u times the rate, with 1/u of the decay. Adafactor and LAMB follow the weights' norm.
 """
 
 from __future__ import annotations
@@ -15,6 +18,7 @@ import torch
 from torch import nn
 
 from firth.core.errors import UserError
+from firth.models.task_heads import output_units
 from firth.train.adafactor import Adafactor
 from firth.train.adamw import AdamW
 from firth.train.lamb import Lamb
@@ -72,13 +76,17 @@ def make_param_groups(
     """
     trainable, top = trainable_parameters(model, freeze_schedule, step), max(parameter_depths(model).values())
     hidden = hidden_matrices(model) if training.optim == "muon" else {}
+    units = output_units(model) if training.optim in ("adamw", "muon") else {}
     groups: dict[tuple[float, float, bool, int], list[nn.Parameter]] = defaultdict(list)
     for name, p in model.named_parameters():
         p.requires_grad_(name in trainable)
         if name in trainable and p not in assigned:
-            scale = freeze_schedule.layer_decay ** (top - trainable[name])
+            unit = units.get(name, 1.0)
+            scale = unit * freeze_schedule.layer_decay ** (top - trainable[name])
             depth = trainable[name] if freeze_schedule.groups_by_layer else 0
-            groups[scale, training.weight_decay if p.ndim >= 2 else 0.0, p in hidden, depth].append(p)
+            is_matrix = p.ndim >= 2 and not name.endswith("bias")  # XLNet's biases have a row for each head
+            decay = training.weight_decay / unit if is_matrix else 0.0
+            groups[scale, decay, p in hidden, depth].append(p)
     ordered = sorted(groups.items(), key=lambda item: (item[0][2], -item[0][0], item[1][0].ndim < 2))
     muon_scale = muon_lr_scale(training)
     return [
