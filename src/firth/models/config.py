@@ -337,9 +337,10 @@ class ClassificationHead(PooledHeadBase):
 
 @dataclass(frozen=True)
 class RegressionHead(PooledHeadBase):
-    """One number per text, trained by squared error."""
+    """One number per text, trained by squared error in units of `target_std`, the standard deviation of the targets."""
 
     num_orders: int = 1
+    target_std: float = 1.0
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,7 @@ predicted, by the type of the head:
 | classes, tags | t^2 * KL(softmax(teacher / t), softmax(student / t)) |
 | choice | the same, over the choices of a question |
 | span | the same, over the positions of a text, the mean of start and end |
-| regression | (teacher - student)^2 |
+| regression | (teacher - student)^2, in units of the targets' variance |
 
 t is the temperature: above 1 it shows more of the small probabilities. The gradient of the KL divergence shrinks with
 1 / t^2, hence the factor (as in `distill.py`, for pretraining).
@@ -57,7 +57,10 @@ class TaskDistillation:
     ) -> dict[str, Tensor]:
         """Return both parts as sums, each under the name of the count that divides it."""
         hard = head.loss(outputs, batch, document_ids)
-        soft = SOFT_LOSSES[type(head)](outputs.float(), batch, document_ids, self.temperature)
+        if isinstance(head, RegressionHeadModule):
+            soft = head.squared_error(outputs, batch.soft_labels)
+        else:
+            soft = SOFT_LOSSES[type(head)](outputs.float(), batch, document_ids, self.temperature)
         metrics = {"hard_loss/targets": hard, "soft_loss/soft_targets": soft}
         return {"targets": (1 - self.alpha) * hard, "soft_targets": self.alpha * soft} | {
             name: value.detach().clone() for name, value in metrics.items()
@@ -71,11 +74,6 @@ def class_soft_loss(outputs: Tensor, batch: Any, document_ids: Tensor | None, te
     log_probs_BKC = (outputs / temperature).log_softmax(-1)
     kl_BK = F.kl_div(log_probs_BKC, target_BKC, reduction="none", log_target=True).sum(-1)
     return temperature**2 * torch.where(used_BK, kl_BK, 0.0).sum()
-
-
-def regression_soft_loss(outputs: Tensor, batch: Any, document_ids: Tensor | None, temperature: float) -> Tensor:
-    error = outputs - batch.soft_labels.nan_to_num()
-    return torch.where(batch.soft_labels.isnan(), 0.0, error.square()).sum()
 
 
 def choice_soft_loss(outputs: Tensor, batch: Any, document_ids: Tensor | None, temperature: float) -> Tensor:
@@ -104,7 +102,6 @@ def grouped_kl(outputs: Tensor, teacher: Tensor, group_ids: Tensor, temperature:
 SOFT_LOSSES: dict[type[TaskHeadModule], Callable[[Tensor, Any, Tensor | None, float], Tensor]] = {
     ClassificationHeadModule: class_soft_loss,
     TokenClassificationHeadModule: class_soft_loss,
-    RegressionHeadModule: regression_soft_loss,
     MultipleChoiceHeadModule: choice_soft_loss,
     SpanHeadModule: span_soft_loss,
 }

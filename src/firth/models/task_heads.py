@@ -6,7 +6,7 @@ whose states the head reads, such as [CLS] of each text. So a head computes K ou
 | head | outputs | loss |
 | --- | --- | --- |
 | ClassificationHead | (B, K, C) logits | cross-entropy |
-| RegressionHead | (B, K) scores | squared error |
+| RegressionHead | (B, K) scores | squared error, in units of the targets' variance |
 | MultipleChoiceHead | (B, K) scores | cross-entropy over the texts of a group |
 | TokenClassificationHead | (B, K, C) logits | cross-entropy, or a CRF's negative log-likelihood |
 | SpanHead | (B, T, 2) logits | cross-entropy over the positions of a text, for start and end |
@@ -108,11 +108,15 @@ class DenseHeadModule(TaskHeadModule):
         self.out = nn.Linear(out_dim, num_outputs, bias=spec.has_pooler or spec.bias)
 
     def project(self, x: Tensor) -> Tensor:
+        return self.out(self.compute_features(x))
+
+    def compute_features(self, x: Tensor) -> Tensor:
+        """Return the input of the output layer."""
         if self.pooler is not None:
             x = self.activation(self.pooler(self.input_dropout(x)))
         if self.norm is not None:
             x = self.norm(x)
-        return self.out(self.drop(x))
+        return self.drop(x)
 
 
 class ClassificationHeadModule(DenseHeadModule):
@@ -160,7 +164,12 @@ class ClassificationHeadModule(DenseHeadModule):
 
 
 class RegressionHeadModule(DenseHeadModule):
-    """(B, K): one real-valued score per text. A NaN label marks an unused slot."""
+    """(B, K): one real-valued score per text. A NaN label marks an unused slot.
+
+    Scores from 0 to 1 and prices in thousands are learned alike: the loss is in units of the targets' standard
+    deviation, the output layer begins with their mean and in their units (`standardize`), and the optimizer takes steps
+    in these units (`output_units`). So a file has plain weights, which give the score in the units of the targets.
+    """
 
     def __init__(self, config: ModelConfig, spec: RegressionHead) -> None:
         super().__init__(config, spec, 1)
@@ -171,15 +180,42 @@ class RegressionHeadModule(DenseHeadModule):
             pool_hidden_states(x_BTD, target_positions, document_ids, self.spec.pool, self.spec.num_orders)
         )[..., 0]
 
+    def project(self, x: Tensor) -> Tensor:
+        """Return the scores in float32: far from 0, bfloat16 has too few digits for their differences."""
+        x, bias = self.compute_features(x), self.out.bias
+        dtype = torch.promote_types(x.dtype, torch.float32)
+        with torch.autocast(x.device.type, enabled=False):
+            return F.linear(x.to(dtype), self.out.weight.to(dtype), None if bias is None else bias.to(dtype))
+
+    @torch.no_grad()
+    def standardize(self, target_mean: float) -> None:
+        """Let a new output layer begin in the units of the targets: around their mean, where it has a bias."""
+        self.out.weight.mul_(self.spec.target_std)
+        if self.out.bias is not None:
+            self.out.bias.fill_(target_mean)
+
     def loss(self, outputs: Tensor, batch: Any, document_ids: Tensor | None) -> Tensor:
-        error = outputs.float() - batch.task_labels.nan_to_num()
-        return torch.where(batch.task_labels.isnan(), 0.0, error.square()).sum()
+        return self.squared_error(outputs, batch.task_labels)
+
+    def squared_error(self, outputs: Tensor, targets: Tensor) -> Tensor:
+        error = (outputs.float() - targets.nan_to_num()) / self.spec.target_std
+        return torch.where(targets.isnan(), 0.0, error.square()).sum()
 
     def logits_and_loss(
         self, x_BTD: Tensor, positions_B: Tensor, document_ids: Tensor | None, labels: Tensor | None
     ) -> tuple[Tensor, Tensor | None]:
         score_B1 = self(x_BTD, positions_B[:, None], document_ids)
         return score_B1, None if labels is None else F.mse_loss(score_B1.flatten().float(), labels.flatten().float())
+
+
+def output_units(model: nn.Module) -> dict[str, float]:
+    """Return the unit of the parameters of each regression head's output layer, by name."""
+    heads = {name: part for name, part in model.named_modules() if isinstance(part, RegressionHeadModule)}
+    return {
+        f"{name}.out.{own}": head.spec.target_std
+        for name, head in heads.items()
+        for own, _ in head.out.named_parameters()
+    }
 
 
 class MultipleChoiceHeadModule(DenseHeadModule):

@@ -88,7 +88,13 @@ def _normalize_config(config: ModelConfig) -> ModelConfig:
         head = replace(head, dropout=None, dropout_before_pooler=False)  # used in training only
     if isinstance(head, ClassificationHead):
         head = replace(head, class_weights=None)
-    sizes: dict[str, Any] = dict(head_dim=config.head_size, num_decoder_layers=config.decoder_layers)
+    if isinstance(head, RegressionHead):
+        head = replace(head, target_std=1.0)
+    sizes: dict[str, Any] = dict(
+        head_dim=config.head_size,
+        num_decoder_layers=config.decoder_layers,
+        num_shared=min(config.num_shared, config.num_layers),
+    )
     return replace(config, mlp=mlp, head=head, extras=(), **sizes)
 
 
