@@ -21,11 +21,12 @@ from firth.evaluate.gguf_layout import find_architecture
 from firth.evaluate.gguf_tokenizer import make_gguf_tokenizer
 from firth.evaluate.gguf_writer import quantize_q8_0
 from firth.evaluate.token_check import ODD_TEXTS, SCRIPT_TEXTS
-from firth.models import Model, ModelConfig, get_preset, make_model
+from firth.models import Model, ModelConfig, get_preset, make_model, make_sequence_template
 from firth.models import presets as p
 from firth.models.config import EmbeddingHead, LearnedPosition, LMHead, RopeScaling, Rotary, SlidingWindow, T5Bias
 from firth.models.task_heads import head_for_task
 from firth.tasks.chat import ChatTemplate, add_chat_template
+from firth.tasks.prompts import encode_task_prompts
 from firth.tokens import Tokenizer, train_tokenizer
 from firth.tokens.extend import extend_tokenizer, propose_tokens
 
@@ -176,7 +177,7 @@ def test_the_chat_template_of_the_modelfile(own_tokenizers: dict[str, Tokenizer]
     config = p.llama(1, 32, 2, 48, own_tokenizers["byte-bpe"].vocab.size + 3, position=Rotary(length=128))
     model, tokenizer = make_model(config), add_chat_template(own_tokenizers["byte-bpe"], config, ())
     message = '<|{{ .Role }}|> {{ .Content }}{{ if eq .Role "assistant" }}<|endoftext|>{{ end }}'
-    assert make_modelfile(model, tokenizer, "f16").splitlines() == [
+    assert make_modelfile(model, tokenizer, "f16", {}).splitlines() == [
         "FROM ./model-f16.gguf",
         'TEMPLATE """{{ range .Messages }}' + message + '{{ end }}<|assistant|>"""',
         'PARAMETER stop "<|endoftext|>"',
@@ -187,7 +188,21 @@ def test_the_chat_template_of_the_modelfile(own_tokenizers: dict[str, Tokenizer]
     other = Tokenizer(
         tokenizer.backend, tokenizer.special_tokens, tokenizer.config | {"chat_template": "{{ messages }}"}
     )
-    assert "TEMPLATE" not in make_modelfile(model, other, "f16")
+    assert "TEMPLATE" not in make_modelfile(model, other, "f16", {})
+
+
+def test_the_prompt_of_a_task_in_the_modelfile(own_tokenizers: dict[str, Tokenizer]) -> None:
+    """Ollama writes what `firth generate` reads: without the delimiter a model continues the source."""
+    config = p.llama(1, 32, 2, 48, own_tokenizers["byte-bpe"].vocab.size + 3, position=Rotary(length=128))
+    facts = {"task": "text-to-text", "prefix": "de: ", "max_seq_length": 32, "max_target_length": 8}
+    model, tokenizer = make_model(config), own_tokenizers["byte-bpe"].with_special_tokens(("<delimiter>",))
+    model.tokenizer = tokenizer
+    template = 'TEMPLATE """{{ "de: " }}{{ .Prompt }}<delimiter>"""'
+    assert template in make_modelfile(model, tokenizer, "f16", facts).splitlines()
+    (ids,) = encode_task_prompts(model, facts, ["A cat"])
+    bos = make_sequence_template(config, tokenizer.vocab).prefix_ids
+    assert ids == [*bos, *tokenizer.encode("de: A cat<delimiter>", parse_special=True)], "the same by hand"
+    assert 'TEMPLATE """{{ .Prompt }}"""' in make_modelfile(model, tokenizer, "f16", {})
 
 
 def test_q8_0_is_that_of_the_reference() -> None:

@@ -6,6 +6,8 @@ The file holds everything: settings (`gguf_layout.py`), tokenizer (`gguf_tokeniz
 
 from __future__ import annotations
 
+import json
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -17,8 +19,11 @@ from firth.evaluate.export_card import describe_gguf_loading, write_export_card
 from firth.evaluate.gguf_layout import find_architecture, model_metadata
 from firth.evaluate.gguf_tokenizer import make_gguf_tokenizer
 from firth.evaluate.gguf_writer import FILE_TYPES, QUANTIZATION_VERSION, write_gguf
-from firth.models import Model, make_sequence_template
+from firth.models import Model, make_prompt_suffix, make_sequence_template
 from firth.tasks.chat import ASSISTANT_ROLE, CHAT_TEMPLATE_KEY, build_chat_template, role_token
+from firth.tasks.prompts import answers_in_text
+from firth.tasks.recipe import read_task_file
+from firth.tasks.template import DELIMITER_TOKEN
 from firth.tokens import Tokenizer
 
 MODELFILE = "Modelfile"
@@ -51,7 +56,8 @@ def write_gguf_folder(checkpoint: Path, folder: Path, dtype: str = "f16", check:
     with atomic_folder(folder, "gguf") as temporary:
         write_gguf(temporary / gguf_file(dtype), metadata, tensors, dtype)
         if model.config.architecture != "encoder-decoder":  # Ollama has no encoder-decoders
-            write_text(temporary / MODELFILE, make_modelfile(model, model.tokenizer, dtype))
+            facts = read_task_file(checkpoint)
+            write_text(temporary / MODELFILE, make_modelfile(model, model.tokenizer, dtype, facts))
         loading = describe_gguf_loading(gguf_file(dtype), model.config.architecture)
         write_export_card(checkpoint, temporary, folder, "gguf", loading)
     path = folder / gguf_file(dtype)
@@ -66,10 +72,11 @@ def write_gguf_folder(checkpoint: Path, folder: Path, dtype: str = "f16", check:
     return result
 
 
-def make_modelfile(model: Model, tokenizer: Tokenizer, dtype: str) -> str:
+def make_modelfile(model: Model, tokenizer: Tokenizer, dtype: str, facts: Mapping[str, Any]) -> str:
     """Return a Modelfile: the file, and for a decoder its template, end token and context length.
 
-    A model that only continues texts gets the prompt as it is. Firth's own chat template is translated to Ollama's
+    A model that only continues texts gets the prompt as it is, one that answers gets it as in its fine-tuning, which
+    `facts` of task.json describe. Firth's own chat template is translated to Ollama's
     language; any other is left to Ollama, which reads it from the GGUF file.
     """
     lines, config = [f"FROM ./{gguf_file(dtype)}"], model.config
@@ -78,7 +85,7 @@ def make_modelfile(model: Model, tokenizer: Tokenizer, dtype: str) -> str:
     end = tokenizer.backend.id_to_token(make_sequence_template(config, tokenizer.vocab).eos_id)
     chat = tokenizer.config.get(CHAT_TEMPLATE_KEY)
     if not chat:
-        lines.append('TEMPLATE """{{ .Prompt }}"""')
+        lines.append(f'TEMPLATE """{prompt_template(model, tokenizer, facts)}"""')
     elif chat == build_chat_template(tokenizer, config):
         message = "<|{{ .Role }}|> {{ .Content }}"
         ended = f'{{{{ if eq .Role "{ASSISTANT_ROLE}" }}}}{end}{{{{ end }}}}'
@@ -88,3 +95,14 @@ def make_modelfile(model: Model, tokenizer: Tokenizer, dtype: str) -> str:
     if (length := config.max_length or getattr(config.position, "length", None)) is not None:
         lines.append(f"PARAMETER num_ctx {length}")
     return "\n".join(lines) + "\n"
+
+
+def prompt_template(model: Model, tokenizer: Tokenizer, facts: Mapping[str, Any]) -> str:
+    """Return a prompt in Ollama's language: with the prefix of a task, and the tokens between prompt and answer."""
+    answers = answers_in_text(model.config, facts)
+    ids = make_prompt_suffix(model.config, tokenizer.vocab)
+    delimiter = tokenizer.backend.token_to_id(DELIMITER_TOKEN)
+    if answers and not ids and delimiter is not None:
+        ids = (delimiter,)
+    prefix = f"{{{{ {json.dumps(facts['prefix'])} }}}}" if answers and facts.get("prefix") else ""
+    return prefix + "{{ .Prompt }}" + "".join(str(tokenizer.backend.id_to_token(i)) for i in ids)
