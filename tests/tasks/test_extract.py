@@ -21,6 +21,7 @@ from firth.models.config import LearnedPosition
 from firth.models.presets import gpt2, t5_v1_1
 from firth.tasks import FinetuneRecipe, make_task
 from firth.tasks.extract import infer_schema, order_fields
+from firth.text import Example
 from firth.text.labelled import read_labelled
 from firth.tokens import train_tokenizer
 
@@ -123,6 +124,14 @@ def test_an_object_without_fields_is_learned(tmp_path: Path) -> None:
     task = make_task("extract", examples, tokenizer, config, FinetuneRecipe(task="extract", max_target_length=8))
     written = [tokenizer.decode(item.answer_ids) for item in task.encode(examples)]
     assert written == ['{"animal": "cat"}', "{}"]
+
+
+def test_objects_longer_than_the_decoder_raise() -> None:
+    """They are not cut to `max_target_length`, so that lowering it is no remedy by itself."""
+    config, tokenizer = parts("gpt2")
+    examples = [Example(0, ("a cat",), json.dumps(dict.fromkeys("abcdefgh", "the river")))]
+    with pytest.raises(UserError, match=r"no room is left for a text.*extract fewer fields"):
+        make_task("extract", examples, tokenizer, config, FinetuneRecipe(task="extract", max_target_length=4))
 
 
 def test_field_scores_by_hand() -> None:

@@ -1147,6 +1147,12 @@ def test_labels_missing_from_dev_are_reported(
         ({"num_train_epochs": -1.0, "max_steps": 0}, "num_train_epochs must be more than 0"),
         ({"per_device_train_batch_size": 0}, "per_device_train_batch_size is 0"),
         ({"num_train_epochs": 1e308}, r"num_train_epochs is 1e\+308; the limit is 1,000,000"),
+        ({"lora_alpha": 32.0}, "lora_alpha changes nothing here: add --lora-rank 8"),
+        ({"lora_targets": "all"}, "lora_targets changes nothing here: add --lora-rank 8"),
+        ({"teacher": "t", "augment_rate": 0.2}, "augment_rate changes nothing here: add --augment 20"),
+        ({"mix_temperature": 0.5}, "mix_temperature changes nothing here: add several tasks"),
+        ({"json_schema": "s.json"}, "json_schema is for the task extract, not for classify"),
+        ({"task": "preference", "simpo_gamma": 0.5}, "add --preference-loss simpo"),
     ],
 )
 def test_contradicting_options_raise(fields: dict[str, Any], message: str) -> None:

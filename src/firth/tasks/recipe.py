@@ -102,6 +102,12 @@ DISTILLATION_FIELDS = (
     "augment_model",
 )
 LABEL_SMOOTHING_LOSSES = ("dpo", "simpo")  # of preference tuning
+# Settings of what another field turns on, by that field and what to add: without it they would change nothing.
+DEPENDENT_FIELDS = {
+    "lora_rank": ("--lora-rank 8", ("lora_alpha", "lora_dropout", "lora_targets")),
+    "augment": ("--augment 20", ("augment_rate", "augment_model")),
+    "tasks": ("several tasks, as --train a=FILE --train b=FILE", ("mix_temperature", "mix_cap")),
+}
 PREFERENCE_FIELDS = ("preference_loss", "beta", "label_smoothing", "simpo_gamma", "orpo_sft")
 MIN_SEARCH_SETTINGS = 4
 MULTITASK = "multi-task"  # the task of a recipe with several
@@ -424,6 +430,12 @@ class FinetuneRecipe(TrainingConfig):
             )
         if self.early_stopping and not self.load_best:
             raise UserError("early_stopping returns to the best evaluation: it needs load_best.")
+        for needed, (remedy, names) in DEPENDENT_FIELDS.items():
+            given = [name for name in names if getattr(self, name) != getattr(FinetuneRecipe, name)]
+            if given and not getattr(self, needed):
+                raise UserError(f"{given[0]} changes nothing here: add {remedy}, or leave it out.")
+        if self.json_schema and "extract" not in (self.task, *(part.task for part in self.tasks.values())):
+            raise UserError(f"json_schema is for the task extract, not for {self.task}.")
         if self.lora_rank and self.freeze != "none":
             raise UserError(f"LoRA freezes all weights itself: remove freeze={self.freeze}.")
         if self.crf and self.task != "tag":
@@ -477,6 +489,8 @@ class FinetuneRecipe(TrainingConfig):
             raise UserError(f"orpo_sft={self.orpo_sft} is for the loss orpo: add --preference-loss orpo.")
         if self.simpo_gamma < 0:
             raise UserError(f"simpo_gamma is {self.simpo_gamma}; it must be at least 0.")
+        if self.simpo_gamma != FinetuneRecipe.simpo_gamma and self.preference_loss != "simpo":
+            raise UserError(f"simpo_gamma={self.simpo_gamma:g} is for the loss simpo: add --preference-loss simpo.")
 
     def apply_head_options(self, config: ModelConfig) -> ModelConfig:
         """Return the config with the losses, CRF, pooling, layer mix and biLSTM that the recipe says."""
