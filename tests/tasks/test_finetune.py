@@ -1122,6 +1122,15 @@ def test_invalid_baselines_raise(
         check_baseline(r, dev)
 
 
+def test_predictions_of_many_seeds_are_in_the_order_of_the_seeds(tmp_path: Path) -> None:
+    """With `shots` a paired test compares seed i with seed i: seed-10 is not the second one."""
+    for seed in range(12):
+        (tmp_path / f"seed-{seed}").mkdir()
+        file = tmp_path / f"seed-{seed}" / "predictions.jsonl"
+        write_predictions(file, [Example(0, ("a",), "x")], [Prediction(str(seed))])
+    assert [seed[0, 0] for seed in load_seed_predictions(tmp_path)] == [str(seed) for seed in range(12)]
+
+
 def test_labels_missing_from_dev_are_reported(
     checkpoint_of: Checkpoints, toy: Toy, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

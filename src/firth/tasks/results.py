@@ -138,22 +138,9 @@ def summarize_seeds(
     metric, scores = deciding_metric(recipe, task), [run.get("scores", dict.fromkeys(names, math.nan)) for run in runs]
     values, completed_scores = [s[metric] for s in scores], [scores[i] for i in completed]
     best = completed[index_of_best([orient_score(metric, s) for s in completed_scores])]
-    for name in ("final", "adapter"):
-        if (folder / f"seed-{best}" / name).is_dir():
-            copy_folder(folder / f"seed-{best}" / name, folder / name)
-    read_predictions(best_file := folder / f"seed-{best}" / PREDICTIONS_FILE)  # a finished seed's may be damaged
-    write_text(folder / PREDICTIONS_FILE, read_utf8(best_file))
+    copy_best_seed(folder, folder / f"seed-{best}")
     mean, std = mean_and_std([s[metric] for s in completed_scores])
-    if diverged:
-        diverged_names = ", ".join(f"seed-{i}" for i in diverged)
-        warn(f"{diverged_names} diverged: {metric} is the mean of {len(completed)} of {len(runs)} seeds.")
-    if math.isnan(mean):
-        warn(f"{metric} is not a number in some seed.")
-    if len(runs) > 1:
-        say(
-            f"seed-{best} has the best {metric} on dev, so its model is final/. Report the mean: the best of several "
-            "seeds is too optimistic."
-        )
+    say_how_to_read(metric, mean, len(runs), best, diverged)
     failures = exclude_failed_seeds(values, chance_score(task, metric, train, dev), metric, diverged)
     trial, search = load_trial(folder / RATE_TRIAL_FILE), read_intermediate(folder / SEARCH_FILE, Search)
     *earlier_links, link = read_chain(folder / f"seed-{best}" / "final")
@@ -192,6 +179,29 @@ def summarize_seeds(
         results["comparison"] = compare_with_baseline(recipe, task, dev, folder)
         write_results(folder / "results.json", results)
     return results
+
+
+def copy_best_seed(folder: Path, seed_folder: Path) -> None:
+    """Copy model and predictions of a seed into the run folder."""
+    for name in ("final", "adapter"):
+        if (seed_folder / name).is_dir():
+            copy_folder(seed_folder / name, folder / name)
+    read_predictions(seed_folder / PREDICTIONS_FILE)  # a finished seed's may be damaged
+    write_text(folder / PREDICTIONS_FILE, read_utf8(seed_folder / PREDICTIONS_FILE))
+
+
+def say_how_to_read(metric: str, mean: float, num_seeds: int, best: int, diverged: Sequence[int]) -> None:
+    """Print which seeds the mean leaves out, and that the best seed is no result."""
+    if diverged:
+        names = ", ".join(f"seed-{i}" for i in diverged)
+        warn(f"{names} diverged: {metric} is the mean of {num_seeds - len(diverged)} of {num_seeds} seeds.")
+    if math.isnan(mean):
+        warn(f"{metric} is not a number in some seed.")
+    if num_seeds > 1:
+        say(
+            f"seed-{best} has the best {metric} on dev, so its model is final/. Report the mean: the best of several "
+            "seeds is too optimistic."
+        )
 
 
 def summarize_tasks(task: MultiTask, scores: Sequence[Mapping[str, float]]) -> dict[str, Any]:
@@ -366,7 +376,8 @@ def load_seed_predictions(folder: Path, *fields: str) -> list[dict[tuple[Any, in
 
     `fields` names the value to read (default: "prediction"). Of several names, each line's first existing one counts.
     """
-    files = [file for seed in sorted(folder.glob("seed-*")) if (file := seed / PREDICTIONS_FILE).is_file()]
+    seeds = sorted(folder.glob("seed-*"), key=lambda seed: (len(seed.name), seed.name))  # seed-2 before seed-10
+    files = [file for seed in seeds if (file := seed / PREDICTIONS_FILE).is_file()]
     if not files and not (folder / PREDICTIONS_FILE).is_file():
         raise UserError(f"{folder} has no {PREDICTIONS_FILE}: name the folder of a finished run as the baseline.")
     predictions, names = [], fields or ("prediction",)
