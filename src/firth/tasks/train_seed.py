@@ -56,40 +56,12 @@ def train_seed(
     if dist_context.is_main_process:
         seed_folder.mkdir(exist_ok=True)
     recipe = replace(job.recipe, seed=job.recipe.seed + seed)
-    items = [job.train_items[i] for i in job.train_indices[seed]]
     with quiet() if seed else nullcontext():  # notices about missing weights appear once
-        model, predictions = build_seed_model(job, seed), list[Prediction]()
+        model = build_seed_model(job, seed)
     if resume and job.recipe_changed:
         check_seed_resumable(seed_folder, model)
-
-    def evaluate(model: Model) -> dict[str, float]:
-        if not dist_context.is_main_process:  # rank 0 predicts, and broadcasts the scores
-            return {}
-        predictions[:] = job.predict_dev(model)
-        return job.task.score(job.data.dev, predictions)
-
-    skips = recipe.skips.get(seed_folder.name, ())
-    batches = ShapeCountingBatches(
-        make_finetune_batch_fn(recipe, job.task, items, skips, dist_context=dist_context), job.shape_buckets
-    )
-    loss_fn, before_step = make_loss_fn(replace(job, recipe=recipe), model, items, skips)
-    run = TrainingRun(
-        recipe,
-        job.compute,
-        model,
-        batches,
-        evaluate,
-        seed_folder,
-        f"seed {seed + 1} of {recipe.seeds}",
-        loss_fn=loss_fn,
-        before_step=before_step,
-        freeze_schedule=recipe.freeze_schedule(len(items)),
-        score_fn=partial(orient_score, deciding_metric(recipe, job.task)) if recipe.load_best else None,
-        patience=recipe.early_stopping,
-        on_checkpoint=on_checkpoint,
-        save_last=False,  # final/ follows at once, and a finished seed never resumes
-        doctor=LiveDoctor(recipe, References(), str(job.folder), FINETUNING_RULES, job.reported),
-    )
+    predictions: list[Prediction] = []  # of the last evaluation
+    batches, run = make_seed_run(job, recipe, seed, model, predictions, on_checkpoint)
     with explain_disk_errors(seed_folder):
         began = time.monotonic()
         try:
@@ -115,6 +87,48 @@ def train_seed(
             write_results(seed_folder / "results.json", results)
             remove_best(seed_folder)
     return results
+
+
+def make_seed_run(
+    job: FinetuneJob,
+    recipe: FinetuneRecipe,
+    seed: int,
+    model: Model,
+    predictions: list[Prediction],
+    on_checkpoint: Callable[[Path], None] | None,
+) -> tuple[ShapeCountingBatches, TrainingRun]:
+    """Return the batches of a seed and its run, whose evaluations replace `predictions`."""
+    seed_folder, dist_context = job.folder / f"seed-{seed}", job.compute.dist_context
+    items = [job.train_items[i] for i in job.train_indices[seed]]
+
+    def evaluate(model: Model) -> dict[str, float]:
+        if not dist_context.is_main_process:  # rank 0 predicts, and broadcasts the scores
+            return {}
+        predictions[:] = job.predict_dev(model)
+        return job.task.score(job.data.dev, predictions)
+
+    skips = recipe.skips.get(seed_folder.name, ())
+    batches = ShapeCountingBatches(
+        make_finetune_batch_fn(recipe, job.task, items, skips, dist_context=dist_context), job.shape_buckets
+    )
+    loss_fn, before_step = make_loss_fn(replace(job, recipe=recipe), model, items, skips)
+    return batches, TrainingRun(
+        recipe,
+        job.compute,
+        model,
+        batches,
+        evaluate,
+        seed_folder,
+        f"seed {seed + 1} of {recipe.seeds}",
+        loss_fn=loss_fn,
+        before_step=before_step,
+        freeze_schedule=recipe.freeze_schedule(len(items)),
+        score_fn=partial(orient_score, deciding_metric(recipe, job.task)) if recipe.load_best else None,
+        patience=recipe.early_stopping,
+        on_checkpoint=on_checkpoint,
+        save_last=False,  # final/ follows at once, and a finished seed never resumes
+        doctor=LiveDoctor(recipe, References(), str(job.folder), FINETUNING_RULES, job.reported),
+    )
 
 
 def read_ended_seed(seed_folder: Path) -> dict[str, Any] | None:
