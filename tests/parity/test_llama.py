@@ -127,8 +127,21 @@ def test_to_transformers(name: str, tmp_path: Path) -> None:
     [
         ({"model_type": "llama", "attention_bias": True}, "attention_bias and mlp_bias differ"),
         ({"model_type": "llama", "rope_parameters": {"rope_type": "yarn"}}, "yarn"),
+        ({"model_type": "t5", "feed_forward_proj": "gated-gelu", "dense_act_fn": "silu"}, "dense_act_fn"),
+        ({"model_type": "t5", "is_gated_act": True}, "is_gated_act"),
         ({"model_type": "modernbert", "mlp_bias": True}, "mlp_bias and classifier_bias differ"),
         ({"model_type": "modernbert", "num_hidden_layers": 2, "layer_types": ["sliding_attention"] * 2}, "layer_types"),
+        (
+            {
+                "model_type": "modernbert",
+                "rope_parameters": {"sliding_attention": {"rope_type": "linear", "factor": 2.0}},
+            },
+            "linear",
+        ),
+        (
+            {"model_type": "modernbert", "architectures": ["ModernBertForMaskedLM"], "hidden_activation": "silu"},
+            "classifier_activation and hidden_activation differ",
+        ),
     ],
 )
 def test_settings_that_are_not_known(settings: dict[str, Any], said: str) -> None:

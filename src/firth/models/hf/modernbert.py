@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
-from firth.core.errors import UserError
+from firth.core.errors import UserError, quote
 from firth.models import presets
 from firth.models.config import (
     ClassificationHead,
@@ -20,9 +20,10 @@ from firth.models.config import (
     TaskHead,
     TokenClassificationHead,
 )
-from firth.models.hf.layout import HFLayout, TaskArchitecture, TensorRule, linear_rules
+from firth.models.hf.layout import HFLayout, TaskArchitecture, TensorRule, has_architecture, linear_rules
 from firth.models.hf.settings import (
     ACTIVATION,
+    ACTIVATION_FROM_HF,
     ACTIVATION_TO_HF,
     HIDDEN_SIZES,
     Converter,
@@ -68,12 +69,27 @@ def read_modernbert_rest(hf_config: HFConfigDict, config: ModelConfig) -> ModelC
     `transformers` 4 has `global_rope_theta` and `global_attn_every_n_layers`, version 5 `rope_parameters` and
     `layer_types`.
     """
+    check_head_activation(hf_config)
     rope = hf_config.get("rope_parameters") or {}
+    for kind in (parameters.get("rope_type", "default") for parameters in rope.values()):
+        if kind != "default":
+            raise UserError(f"config.json: rope_type {quote(kind)} is not supported for ModernBERT; default is.")
     theta = rope.get("full_attention", {}).get("rope_theta", hf_config.get("global_rope_theta", 160000.0))
     local_theta = rope.get("sliding_attention", {}).get("rope_theta", hf_config.get("local_rope_theta", 10000.0))
     length = hf_config.get("max_position_embeddings", 8192)
     window = SlidingWindow(hf_config.get("local_attention", 128), read_global_every(hf_config, config.num_layers))
     return replace(config, position=Rotary(float(theta), length, local_theta=float(local_theta)), window=window)
+
+
+def check_head_activation(hf_config: HFConfigDict) -> None:
+    """Raise a UserError for an LM head with another activation than the blocks."""
+    head, blocks = (hf_config.get(f"{part}_activation", "gelu") for part in ("classifier", "hidden"))
+    is_lm = has_architecture(hf_config, "ForMaskedLM")
+    if is_lm and ACTIVATION_FROM_HF.get(head) != ACTIVATION_FROM_HF.get(blocks):
+        raise UserError(
+            "config.json: classifier_activation and hidden_activation differ. Firth supports a ModernBERT with an LM "
+            "head only with equal values."
+        )
 
 
 def read_global_every(hf_config: HFConfigDict, num_layers: int) -> int:

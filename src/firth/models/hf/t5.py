@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any
 
+from firth.core.errors import UserError
 from firth.models import presets
 from firth.models.config import ClassificationHead, LMHead, ModelConfig, SpanHead, TokenClassificationHead
 from firth.models.hf.layout import HFLayout, TaskArchitecture, TensorRule, Tensors, linear_rules, qkv_rules
@@ -55,6 +56,9 @@ def read_t5_rest(hf_config: HFConfigDict, config: ModelConfig) -> ModelConfig:
     """
     gate, _, name = hf_config.get("feed_forward_proj", "relu").rpartition("-")
     activation: Any = "gelu-tanh" if gate and name == "gelu" else activation_from_hf(name)
+    is_same = hf_config.get("is_gated_act", gate == "gated") == (gate == "gated")
+    if not is_same or activation_from_hf(hf_config.get("dense_act_fn", ACTIVATION_TO_HF[activation])) != activation:
+        raise UserError("config.json: feed_forward_proj says another MLP than dense_act_fn and is_gated_act.")
     assert isinstance(config.head, LMHead)
     scale = hf_config.get("scale_decoder_outputs", config.head.tied)
     return replace(

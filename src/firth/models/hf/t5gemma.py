@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
 from firth.core.errors import UserError, quote
 from firth.models import presets
 from firth.models.config import LMHead, ModelConfig
-from firth.models.hf.layout import HFLayout, TensorRule, linear_rules, qkv_rules
+from firth.models.hf.layout import HFLayout, TensorRule, Tensors, linear_rules, qkv_rules
 from firth.models.hf.llama import NULL_IS_DEFAULT, read_rope, write_rope
 from firth.models.hf.settings import ACTIVATION, HIDDEN_SIZES, HFConfigDict, Setting, SettingsTable
 
@@ -101,6 +101,17 @@ def check_stack(stack: HFConfigDict, config: ModelConfig) -> None:
             )
 
 
+def check_equal_embeddings(config: ModelConfig, read_tensors: Callable[..., Tensors]) -> ModelConfig:
+    """Raise a UserError where encoder and decoder embed tokens differently, as `transformers` lets them."""
+    tensors = read_tensors(*EMBEDDINGS)
+    if len(tensors) == len(EMBEDDINGS) and not tensors[EMBEDDINGS[0]].equal(tensors[EMBEDDINGS[1]]):
+        raise UserError(
+            "The encoder and the decoder of this T5Gemma have different token embeddings, and Firth knows it only with "
+            "equal ones."
+        )
+    return config
+
+
 T5GEMMA_DEFAULT = presets.t5gemma(8, 512, 8, 1344)
 T5GEMMA_LAYOUT = HFLayout(
     "t5gemma",
@@ -121,6 +132,7 @@ T5GEMMA_LAYOUT = HFLayout(
         write_rope,
     ),
     lm_architecture="T5GemmaForConditionalGeneration",
-    aliases={EMBEDDINGS[0]: (EMBEDDINGS[1],)},  # equal in a file of ours; the published models have two
+    aliases={EMBEDDINGS[0]: (EMBEDDINGS[1],)},
     unused_patterns=("lm_head.out_proj.weight",),
+    refine_config=check_equal_embeddings,
 )
