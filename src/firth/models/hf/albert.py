@@ -16,7 +16,7 @@ from firth.models.hf.settings import HFConfigDict, Setting, SettingsTable
 def albert_rules(config: ModelConfig) -> Iterator[TensorRule]:
     yield from bert_embedding_rules(config, "albert.embeddings")
     yield from linear_rules("embed.widen", "albert.encoder.embedding_hidden_mapping_in")
-    for i in range(config.num_layers // config.num_shared):
+    for i in range(num_groups(config)):
         ours, theirs = f"stack.blocks.{i}", f"albert.encoder.albert_layer_groups.{i}.albert_layers.0"
         at = f"{theirs}.attention"
         yield from qkv_rules(config, f"{ours}.attention.qkv", f"{at}.query", f"{at}.key", f"{at}.value")
@@ -34,6 +34,11 @@ def albert_rules(config: ModelConfig) -> Iterator[TensorRule]:
         yield from linear_rules("extras.pair.out", "sop_classifier.classifier")
 
 
+def num_groups(config: ModelConfig) -> int:
+    """Return how many blocks there are; the layers after each other share one."""
+    return -(-config.num_layers // config.num_shared)
+
+
 def read_groups(hf_config: HFConfigDict, config: ModelConfig) -> ModelConfig:
     groups = hf_config.get("num_hidden_groups", 1)
     if config.num_layers % groups:
@@ -48,7 +53,7 @@ ALBERT_SETTINGS = SettingsTable(
     ALBERT_DEFAULT,
     (*BERT_SETTINGS, Setting("embed_dim", "embedding_size")),
     read_groups,
-    lambda config: {"num_hidden_groups": config.num_layers // config.num_shared},
+    lambda config: {"num_hidden_groups": num_groups(config)},
 )
 ALBERT_LAYOUT = HFLayout(
     "albert",
