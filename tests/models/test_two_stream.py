@@ -144,8 +144,15 @@ def test_a_query_without_keys_is_finite() -> None:
 
 
 def test_without_ranks_targets_come_last_in_the_order() -> None:
-    assert rank_targets_last(TOKENS, torch.tensor([[4, 1]])).tolist() == [[0, 1, 0, 0, 1, 0]]
+    assert rank_targets_last(TOKENS, torch.tensor([[4, 1]]), None).tolist() == [[0, 1, 0, 0, 1, 0]]
     assert reached(lively(), BATCH._replace(attention_rank=None)) == {1: [0, 2, 4], 3: [0, 2, 4], 5: [0, 2, 4]}
+
+
+def test_unused_slots_hide_no_token() -> None:
+    """A batch fills the slots of its shorter rows with position 0: their targets see what they see alone."""
+    model, alone = lively(), Batch(TOKENS, target_positions=torch.tensor([[3]]), labels=torch.tensor([[10]]))
+    filled = Batch(TOKENS, target_positions=torch.tensor([[3, 0]]), labels=torch.tensor([[10, -100]]))
+    assert_close(model.logits(filled)[:, :1], model.logits(alone))
 
 
 @pytest.mark.parametrize(

@@ -20,7 +20,7 @@ from firth.models.attention import AttentionSpec, make_key_range
 from firth.models.backbone import Stack
 from firth.models.config import ModelConfig
 from firth.models.embeddings import InputEmbedding
-from firth.models.heads import gather_positions
+from firth.models.heads import LABEL_IGNORE_INDEX, gather_positions
 
 
 class TwoStream(nn.Module):
@@ -34,7 +34,9 @@ class TwoStream(nn.Module):
         """Return the query stream's last hidden states (B, K, D)."""
         target_BK = batch.target_positions
         rank_BT = (
-            rank_targets_last(batch.input_ids, target_BK) if batch.attention_rank is None else batch.attention_rank
+            rank_targets_last(batch.input_ids, target_BK, batch.labels)
+            if batch.attention_rank is None
+            else batch.attention_rank
         )
         position_BK = target_BK if batch.position_ids is None else gather_positions(batch.position_ids, target_BK)
         token_type_BK = None if batch.token_type_ids is None else gather_positions(batch.token_type_ids, target_BK)
@@ -59,9 +61,13 @@ class TwoStream(nn.Module):
         return stack.apply_final_norm(query)
 
 
-def rank_targets_last(input_ids_BT: Tensor, target_positions_BK: Tensor) -> Tensor:
-    """Return ranks (B, T) for batches without: 0, and 1 at targets, so that no target sees another."""
-    return torch.zeros_like(input_ids_BT).scatter(1, target_positions_BK, 1)
+def rank_targets_last(input_ids_BT: Tensor, target_positions_BK: Tensor, labels_BK: Tensor | None) -> Tensor:
+    """Return ranks (B, T) for batches without: 0, and 1 at targets, so that no target sees another.
+
+    Unused slots, whose label is -100, have some position and hide nothing.
+    """
+    is_used_BK = torch.ones_like(target_positions_BK) if labels_BK is None else (labels_BK != LABEL_IGNORE_INDEX).long()
+    return torch.zeros_like(input_ids_BT).scatter_reduce(1, target_positions_BK, is_used_BK, "amax")
 
 
 def make_query_stream_spec(
