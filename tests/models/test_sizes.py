@@ -8,7 +8,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from firth.models import ModelConfig, make_model
 from firth.models.config import BottleneckConfig, Rotary
-from firth.models.presets import albert, bert, gpt2, ib_bert, mobilebert, t5
+from firth.models.presets import albert, bert, gpt2, ib_bert, mobilebert, rembert, t5
 from firth.models.sizes import flops_per_token
 
 T = 16
@@ -20,6 +20,7 @@ CONFIGS: dict[str, ModelConfig] = {
     "mobilebert": mobilebert(2, 32, 4, 16, 12, 50),
     "mobilebert narrow": mobilebert(2, 32, 4, 16, 12, 50, bottleneck=BottleneckConfig(16, 2, "narrow")),
     "ib-bert": ib_bert(2, 32, 4, 48, 12, 50),
+    "rembert": rembert(2, 32, 4, 12, 40, 50),
     "t5": t5(2, 32, 4, 48, 50, num_decoder_layers=3),
 }
 

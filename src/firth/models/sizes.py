@@ -12,6 +12,7 @@ from firth.models.config import (
     LMHead,
     ModelConfig,
     Seq2SeqConfig,
+    lm_head_width,
 )
 
 
@@ -82,6 +83,7 @@ def _recurrent_flops(config: ModelConfig) -> float:
 def _lm_head_flops(config: ModelConfig) -> float:
     if not isinstance(config.head, LMHead):
         return 0.0
-    width = config.dim if config.head.extends_embeddings else config.embed_width
+    # ELMo has logits in both directions, each from half of the states.
+    width = config.dim if isinstance(config.recurrent, ELMoConfig) else lm_head_width(config, config.head)
     transform = 2 * config.dim * width if config.head.transform else 0
     return transform + 2 * width * config.vocab_size
