@@ -28,6 +28,7 @@ from firth.objectives import (
     SalientSpanCorruption,
     SalientSpanMasking,
     SpanCorruption,
+    SpanCorruptionAndMLM,
     SpanMasking,
     WeightedObjective,
     WholeWordMasking,
@@ -53,7 +54,7 @@ def mixture(*objectives: Any, per: Any = "row", weights: tuple[float, ...] | Non
 
 def same_fields(batch: Batch, b: int, alone: Batch) -> None:
     """Row b of a mixture equals the row of its own objective, up to padding at the end of each field."""
-    empty = {"input_ids": PAD, "decoder_input_ids": PAD, "document_ids": -1, "labels": x}
+    empty = {"input_ids": PAD, "decoder_input_ids": PAD, "document_ids": -1, "labels": x, "encoder_labels": x}
     for name, field in zip(Batch._fields, alone, strict=True):
         if field is None:
             continue
@@ -75,6 +76,7 @@ MIXTURES: dict[str, Mixture] = {
     "one-stack": mixture(DecoderDenoising(), DecoderDenoising(0.5, 8.0, prefix=True)),
     "clm": mixture(CLM(), PrefixLM(), CLM(across_documents=True)),
     "bart": mixture(BARTDenoising(), BARTDenoising(permute=0.0)),
+    "masked-too": mixture(SpanCorruptionAndMLM(), SpanCorruption(), SpanCorruptionAndMLM(mask_rate=0.4)),
     "names": mixture(SpanCorruption(), SalientSpanCorruption(), EncoderDecoderLM()),
 }
 
@@ -158,3 +160,11 @@ def test_objectives_with_different_templates_are_not_mixed(vocab: Vocabulary) ->
     for objectives in ((SpanCorruption(), BARTDenoising()), (CLM(), DecoderDenoising())):
         with pytest.raises(UserError, match="different special tokens around a text"):
             mixture(*objectives).check(vocab, 128)
+
+
+def test_rows_without_masked_tokens_have_no_labels_of_the_encoder(rows_for: Maker, apply: Applier) -> None:
+    mixed = MIXTURES["masked-too"]
+    rows = rows_for(mixed, 30, 64)
+    batch, parts = apply(mixed, rows), mixed.sample_parts(CounterRNG(1, rows.stream_index))
+    assert (batch.encoder_labels[parts == 1] == x).all()
+    assert ((batch.encoder_labels != x).any(1) == (parts != 1)).all()

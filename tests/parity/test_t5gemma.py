@@ -75,6 +75,9 @@ def test_losses_of_decoder_and_encoder(saved: tuple[Model, Path]) -> None:
     assert_close(parts["lm_loss/decoder_targets"], wanted[0], **CLOSE)
     assert_close(parts["mlm_loss/encoder_targets"], wanted[1], **CLOSE)
     assert batch.num_targets == sum(int((labels != -100).sum()) for labels in (batch.labels, batch.encoder_labels))
+    with torch.no_grad():  # an evaluation
+        num_correct = model.losses(batch, with_metrics=True)["lm_accuracy/decoder_targets"]
+    assert num_correct == (output.logits.argmax(-1) == batch.labels).sum(), "divided by the decoder's labels alone"
 
 
 @pytest.mark.parametrize("padded", [False, True])
@@ -159,6 +162,15 @@ def test_what_our_blocks_do_not_have_is_refused(saved: tuple[Model, Path], tmp_p
     other["decoder"]["intermediate_size"] = 64
     (tmp_path / "config.json").write_text(json.dumps(other))
     with pytest.raises(UserError, match="encoder and decoder differ"):
+        load_model(tmp_path)
+
+
+def test_two_different_embeddings_are_refused(saved: tuple[Model, Path], tmp_path: Path) -> None:
+    """`transformers` does not tie those of encoder and decoder: training there lets them differ."""
+    theirs = transformers.AutoModelForSeq2SeqLM.from_pretrained(saved[1])
+    theirs.model.decoder.embed_tokens.weight.data += 0.1
+    theirs.save_pretrained(tmp_path)
+    with pytest.raises(UserError, match="different token embeddings"):
         load_model(tmp_path)
 
 

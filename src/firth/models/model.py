@@ -629,6 +629,7 @@ class EncoderDecoder(Model):
         assert isinstance(self.head, LMHeadModule)
         encoded_BTD = self.encode(batch)
         parts = self.lm_losses(self.hidden_states(batch, encoded_BTD), batch, with_metrics)
+        parts = {name.replace("accuracy/", "accuracy/decoder_"): part for name, part in parts.items()}
         target_NE = gather_positions(encoded_BTD, batch.encoder_target_positions).flatten(0, 1)
         mlm_loss = self.head.loss(target_NE, batch.encoder_labels.flatten(), self.embed.tokens.weight)
         metrics = {"lm_loss/decoder_targets": parts["targets"], "mlm_loss/encoder_targets": mlm_loss}

@@ -164,7 +164,13 @@ def merge_batches(batches: list[Batch], row_indices: list[np.ndarray], pad_token
     """
     batches = [fill_default_fields(batch, batches, is_causal) for batch in batches]
     B = sum(map(len, row_indices))
-    fill = {"input_ids": pad_token_id, "decoder_input_ids": pad_token_id, "document_ids": -1, "labels": IGNORE_INDEX}
+    fill = {
+        "input_ids": pad_token_id,
+        "decoder_input_ids": pad_token_id,
+        "document_ids": -1,
+        "labels": IGNORE_INDEX,
+        "encoder_labels": IGNORE_INDEX,
+    }
     fields = {}
     for name in Batch._fields:
         arrays = [getattr(batch, name) for batch in batches]
@@ -189,6 +195,8 @@ def fill_default_fields(batch: Batch, others: list[Batch], is_causal: bool) -> B
         "attention_rank": position_BT if is_causal else np.zeros_like(batch.input_ids),
         "token_type_ids": np.zeros(batch.input_ids.shape, np.int32),
         "target_positions": np.broadcast_to(np.arange(target_shape[-1]), target_shape),
+        "encoder_target_positions": np.zeros((len(batch.input_ids), 1), np.int64),
+        "encoder_labels": np.full((len(batch.input_ids), 1), IGNORE_INDEX, batch.input_ids.dtype),
     }
     used = {name for name in Batch._fields if any(getattr(other, name) is not None for other in others)}
     return batch._replace(**{name: defaults[name] for name in used if getattr(batch, name) is None})
