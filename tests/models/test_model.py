@@ -15,7 +15,7 @@ from torch.testing import assert_close
 from firth.core.errors import UserError
 from firth.models import PRESETS, ClassificationHead, Model, ModelConfig, count_parameters, load_model, make_model
 from firth.models.config import LearnedPosition, LMHead, MLPConfig, T5Bias
-from firth.models.presets import albert, bart, bert, gpt2, t5
+from firth.models.presets import albert, bart, bert, gpt2, mobilebert, t5, xlnet
 from firth.models.task_heads import with_classification_head
 from firth.objectives.batch import Batch
 
@@ -180,6 +180,12 @@ def test_labels_or_decoder_input_are_needed() -> None:
 def test_invalid_configs_raise(changes: dict[str, Any], message: str) -> None:
     with pytest.raises(UserError, match=message):
         make_model(bert(**{"num_layers": 1, "dim": 16, "num_heads": 2, "vocab_size": V} | changes))
+
+
+@pytest.mark.parametrize("config", [t5(1, 16, 2, 24, V), mobilebert(1, 16, 2, 8, 12, V), xlnet(1, 16, 2, V)])
+def test_bigrams_that_some_stream_would_not_read_are_refused(config: ModelConfig) -> None:
+    assert not config.problems()
+    assert "num_bigram_buckets" in replace(config, num_bigram_buckets=10).problems()[0]
 
 
 # --- starting weights ---------------------------------------------------------------------------------------------

@@ -705,6 +705,15 @@ class ModelConfig:
         """Whether the task head reads the last token of a text."""
         return getattr(self.head, "pool", None) == "last"
 
+    @property
+    def reads_bigrams(self) -> bool:
+        """Whether the input of every stream is the embeddings to which those of bigrams can be added."""
+        generator = self.get_extra("generator")
+        has_own = isinstance(generator, GeneratorConfig) and generator.disentangle_embeddings
+        has_own = has_own or any(isinstance(e, QueryStream | MaskDecoder) for e in self.extras)
+        is_other = self.architecture == "encoder-decoder" or isinstance(self.recurrent, ELMoConfig)
+        return not (has_own or is_other or self.embed_trigrams)
+
     def problems_of_sizes(self) -> list[str]:
         """Return the sizes that no model can have, before anything is computed from them."""
         at_least_1: dict[str, int | None] = {
@@ -782,6 +791,11 @@ class ModelConfig:
             wrong.append("model.head.dim needs model.head.transform=true and model.head.tied=false")
         if self.num_segments and self.num_languages:
             wrong.append("model.num_segments and model.num_languages exclude each other")
+        if self.num_bigram_buckets and not self.reads_bigrams:
+            wrong.append(
+                "model.num_bigram_buckets is for one stack without model.embed_trigrams, without ELMo's characters, "
+                "and without a query stream, a mask decoder or disentangled embeddings in model.extras"
+            )
         return wrong + (self.problems_of_extras() if self.extras else [])
 
     def problems_of_head(self) -> list[str]:
