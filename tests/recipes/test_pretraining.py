@@ -18,7 +18,7 @@ from firth.models.config import (
     make_generator_model_config,
 )
 from firth.models.presets import bert, gpt2
-from firth.objectives import MLM, OBJECTIVES, SpanCorruption
+from firth.objectives import MLM, OBJECTIVES, MaskedNextToken, Mixture, SpanCorruption, WeightedObjective
 from firth.recipes import (
     SHAPE_RECIPES,
     choose_batch,
@@ -294,3 +294,13 @@ def test_causal_rows_are_read_a_few_times(passes: float, tokens: int, share: flo
 def test_a_larger_dropout_stays() -> None:
     model = replace(get_preset("decoder-2x64"), dropout=0.3)
     assert with_repeated_text(pretraining_recipe(model), 10, 10**6).model.dropout == 0.3
+
+
+@pytest.mark.parametrize("preset", ["bert-tiny", "llama-tiny"])
+def test_rows_of_a_mixture_have_the_special_tokens_of_the_model(preset: str) -> None:
+    parts = (WeightedObjective(MaskedNextToken()), WeightedObjective(MaskedNextToken(mlm=MLM(rate=0.4))))
+    model = get_preset(preset)
+    mixed = pretraining_recipe(model, objective=Mixture(parts)).objective
+    assert isinstance(mixed, Mixture)
+    found = {part.objective.architecture for part in mixed.parts if isinstance(part.objective, MaskedNextToken)}
+    assert found == {model.architecture}

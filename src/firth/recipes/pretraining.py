@@ -192,8 +192,8 @@ def complete_recipe(recipe: Recipe) -> Recipe:
     whether an encoder-decoder's texts start with BOS, and in which form a prompt is read.
     """
     model, needed = recipe.model, recipe.objective.extras
-    if isinstance(recipe.objective, MaskedNextToken) and model.architecture != "encoder-decoder":
-        recipe = replace(recipe, objective=replace(recipe.objective, architecture=model.architecture))
+    if model.architecture != "encoder-decoder":
+        recipe = replace(recipe, objective=with_architecture(recipe.objective, model.architecture))
     if isinstance(recipe.objective, MLM) and not needed and model.get_extra("decoder") is not None:
         needed = ("decoder",)
     # a published ELECTRA discriminator, which comes without its generator
@@ -204,6 +204,14 @@ def complete_recipe(recipe: Recipe) -> Recipe:
     form = prompt_form_of_objective(describe_objective(recipe.objective))
     model = replace(model, extras=extras, adds_bos=adds_bos, prompt_form=form)
     return replace(recipe, model=with_extras(model, needed))
+
+
+def with_architecture(objective: Any, architecture: Literal["encoder", "decoder"]) -> Any:
+    """Return the objective, or each part of a mixture, for rows with the special tokens of this architecture."""
+    if isinstance(objective, Mixture):
+        parts = (replace(part, objective=with_architecture(part.objective, architecture)) for part in objective.parts)
+        return replace(objective, parts=tuple(parts))
+    return replace(objective, architecture=architecture) if isinstance(objective, MaskedNextToken) else objective
 
 
 def default_objective(model: ModelConfig) -> str:
