@@ -18,6 +18,7 @@ TEXTS = [
     "well\u2010known 3\u22122 a \u2212 b x\u2011y",
     "in\u00advisible\u200b \ufeffmarks\u200e",
     "plain ascii",
+    "Η ΟΔΟΣ ΤΗΣ, Σ. ΣΑΣ",
 ]
 
 

@@ -82,6 +82,15 @@ def sort_marks(text: str) -> str:
     return "".join(c for is_marks, run in runs for c in (sorted(run, key=unicodedata.combining) if is_marks else run))
 
 
+def lower_characters(text: str) -> str:
+    """Lowercase each character by itself, as tokenizers do: `str.lower` looks at the word, and ends it with another σ.
+
+    >>> lower_characters("ΟΔΟΣ"), "ΟΔΟΣ".lower()
+    ('οδοσ', 'οδος')
+    """
+    return text.replace("Σ", "σ").lower()
+
+
 def replace_lookalikes(text: str) -> str:
     """Repair every word that mixes letters of Latin, Cyrillic and Greek."""
     return text if text.isascii() else LETTERS_REGEX.sub(lambda match: repair_word_script(match[0]), text)
@@ -91,7 +100,7 @@ def replace_lookalikes(text: str) -> str:
 NORMALIZERS: dict[str, Callable[[str], str]] = {
     "nfc": partial(normalize_unicode, "NFC"),
     "nfkc": partial(normalize_unicode, "NFKC"),
-    "lower": str.lower,
+    "lower": lower_characters,
     **{name: partial(re.compile(regex).sub, content) for name, (regex, content) in REPLACEMENTS.items()},
     "lookalikes": replace_lookalikes,
 }
