@@ -43,14 +43,14 @@ COMMON_CHARS_BY_ENCODING = {
     "cp1254": "ığşüöçİ",
     "cp1255": "יוהלאמרתשבנםעח",
     "cp1256": "اليمنورتبةعدسف",
-    "shift_jis": "のにはをたがでてとしれさいるこ、。",
+    "cp932": "のにはをたがでてとしれさいるこ、。",
     "euc_jp": "のにはをたがでてとしれさいるこ、。",
-    "euc_kr": "이다의에는을가하고지은를인로도",
+    "cp949": "이다의에는을가하고지은를인로도",
     "gb18030": "的一是不了在人有我这中国上个，。",
     "big5": "的一是不了在人有我這中國上個，。",
 }
 # They decode other bytes to frequent characters only rarely, so a lower share is enough.
-MULTIBYTE_ENCODINGS = {"shift_jis", "euc_jp", "euc_kr", "gb18030", "big5"}
+MULTIBYTE_ENCODINGS = {"cp932", "euc_jp", "cp949", "gb18030", "big5"}
 LATIN_ENCODINGS = {"cp1252", "cp1250", "cp1254"}  # their non-ASCII letters stand beside ASCII letters
 NON_ASCII_BYTE = re.compile(rb"[\x80-\xff]")
 NON_ASCII_BYTE_BESIDE_LETTER = re.compile(rb"(?<=[A-Za-z])[\x80-\xff]|[\x80-\xff](?=[A-Za-z])")

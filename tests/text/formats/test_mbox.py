@@ -96,6 +96,8 @@ def test_bodies() -> None:
     assert join_flowed("> a \n> b\nc \n\nd") == "> a b\nc \nd"
     assert join_flowed("a \nb", remove_space=True) == "ab"
     assert html_to_text("a&nbsp;b<br>c<script>x</script>") == "a b\nc"
+    for start in ("<head>h<title>t</title></head><body>", "<head>h<title>t</title><body>", "<head><title>t</title><p>"):
+        assert html_to_text(f"<html>{start}text</html>") == "text"
     assert remove_quoted("text\n-----Original Message-----\nFrom: x") == "text"
     assert remove_quoted("Yes, I agree\nOn 5 Mar 2024, B <b@a.org> wrote:\n> old") == "Yes, I agree"
     assert remove_quoted("Since 2023.\nAm 05.03.2024 um 10:01\nschrieb B:\n> alt\nneu") == "Since 2023.\nneu"

@@ -60,6 +60,20 @@ def test_encodings(name: str) -> None:
     assert "küsse" in page
 
 
+@pytest.mark.parametrize(
+    ("declared", "encoding", "text"),
+    [
+        ("Shift_JIS", "cp932", "①髙島屋"),
+        ("euc-kr", "cp949", "똠방각하"),
+        ("gb2312", "gb18030", "镕堃"),
+        ("iso-8859-9", "cp1254", "“İyi”"),
+        ("utf-16le", "utf-16-le", "plain words"),
+    ],
+)
+def test_names_of_encodings_mean_what_browsers_read(declared: str, encoding: str, text: str) -> None:
+    assert decode_declared(text.encode(encoding), declared) == text
+
+
 def test_text_that_is_none() -> None:
     assert decode_declared(bytes(range(256)) * 20) is None
     assert decode_declared("日本語の灯台。".encode("iso2022_jp"), "iso-2022-jp") == "日本語の灯台。"

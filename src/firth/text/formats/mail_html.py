@@ -22,7 +22,7 @@ BLOCK_TAGS = frozenset(
         *("ol", "h1", "h2", "h3", "h4", "h5", "h6", "p", "pre", "section", "table", "tr", "ul"),
     )
 )
-HIDDEN_TAGS = frozenset(("script", "style", "head", "title", "template"))
+HIDDEN_TAGS = frozenset(("script", "style", "title", "template"))
 
 
 def unescape_html(text: str) -> str:
@@ -85,6 +85,7 @@ def html_to_text(page: str) -> str:
     """
     pieces = ["\n"]
     hidden = quoted = 0  # elements that are open
+    is_head = False
     for text, tag in split_tags(page):
         if tag:
             change, name = (-1, tag[1:]) if tag[0] == "/" else (1, tag)
@@ -94,7 +95,9 @@ def html_to_text(page: str) -> str:
                 quoted = max(0, quoted + change)
             if name in BLOCK_TAGS:
                 pieces.append("\n")
-        elif not hidden:
+            if name in BLOCK_TAGS or name in ("head", "body"):
+                is_head = tag == "head"  # HTML lets a page leave out `</head>`
+        elif not hidden and not is_head:
             text = unescape_html(text)
             words = " ".join(text.split())
             piece = " " * text[:1].isspace() + words + " " * (text[-1:].isspace() and bool(words))

@@ -34,8 +34,18 @@ SNIFFED_BYTES = 2**12
 META_CHARSET = re.compile(rb"<meta[^<>]{0,500}charset\s*=\s*[\"']?([\w.:-]{1,40})", re.IGNORECASE)
 XML_ENCODING = re.compile(rb"<\?xml[^<>]{0,200}encoding\s*=\s*[\"']([\w.:-]{1,40})")
 ELEMENT = re.compile(r"<[A-Za-z]")
-# Browsers read these as cp1252, and pages rely on it.
-WEB_ENCODINGS = {"iso8859-1": "cp1252", "ascii": "cp1252"}
+# Browsers read the encoding on the left as the larger one on the right, and pages rely on it (WHATWG, Encoding).
+WEB_ENCODINGS = {
+    "iso8859-1": "cp1252",
+    "ascii": "cp1252",
+    "iso8859-9": "cp1254",
+    "iso8859-11": "cp874",
+    "tis-620": "cp874",
+    "shift_jis": "cp932",
+    "euc_kr": "cp949",
+    "gb2312": "gb18030",
+    "gbk": "gb18030",
+}
 
 
 def load_trafilatura(name: str) -> Any:
@@ -69,15 +79,26 @@ def decode_declared(data: bytes, *declared: str) -> str | None:
     else:  # UTF-8 that decodes is UTF-8, whatever is declared; ASCII bytes may be ISO-2022
         first = [name for name in names if name.startswith("iso2022") or name == "hz"]
         candidates = [*first, "utf-8", *(name for name in names if name not in (*first, "utf-8"))]
+    is_binary = False
+    for codec in candidates:
+        text = try_decoding(data, codec)
+        if text is not None and not looks_binary(text[: 2**16]):
+            return text.removeprefix("\ufeff")
+        is_binary = is_binary or text is not None  # zeros are UTF-8 too: another encoding may be declared, as UTF-16
+    if is_binary:
+        return None
     guess = guess_encoding(data[: 2**16])
-    for codec in [*candidates, *filter(None, [guess])]:
-        try:
-            text = data.decode(codec)
-        except (UnicodeError, LookupError):
-            continue
+    if guess is not None and (text := try_decoding(data, guess)) is not None:
         return None if looks_binary(text[: 2**16]) else text.removeprefix("\ufeff")
     text = data.decode(candidates[-1] if len(candidates) > 1 else "utf-8", "replace")
     return text if text.count("\ufffd") <= MAX_REPLACED_SHARE * len(text) else None
+
+
+def try_decoding(data: bytes, codec: str) -> str | None:
+    try:
+        return data.decode(codec)
+    except (UnicodeError, LookupError):
+        return None
 
 
 def decode_page(data: bytes, *declared: str) -> str | None:
