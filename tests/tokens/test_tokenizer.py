@@ -80,6 +80,8 @@ def test_vocabulary_has_the_requested_size() -> None:
     assert train_tokenizer(TEXTS, "byte-bpe", 300).vocab.size == 300
     assert train_tokenizer(TEXTS, "wordpiece", 200).vocab.size == 200
     assert train_tokenizer(TEXTS, "unigram", 190).vocab.size == 190
+    lines = "\n<mask>\n" * 40 + "\n<mask>x\n" * 3 + "\n<mask>.\n" * 3  # a special token is no piece of the text
+    assert train_tokenizer([lines, *TEXTS], "unigram", 200).vocab.size == 200
 
 
 @pytest.mark.parametrize("text", [*TEXTS[:4], STRANGE, " a [MASK] b <mask> c <extra_id_3> d </s><|endoftext|> [SEP]"])

@@ -115,6 +115,16 @@ def test_learned_pieces() -> None:
     assert sum(math.exp(score) for piece, score in pieces.items() if piece != "q") == pytest.approx(1, abs=0.2)
 
 
+def test_excluded_strings_are_no_pieces() -> None:
+    alphabet = set("".join(COUNTS))
+    pieces = dict(train_unigram_pieces(COUNTS, alphabet, 10))
+    assert "▁an" in pieces
+    others = dict(train_unigram_pieces(COUNTS, alphabet, 10, excluded={"▁an", "<unk>", "b"}))
+    assert "▁an" not in others
+    assert len(others) == len(pieces) == 10
+    assert alphabet <= others.keys()
+
+
 def test_the_order_of_the_words_does_not_matter() -> None:
     backwards = dict(reversed(COUNTS.items()))
     assert train_unigram_pieces(backwards, set("".join(COUNTS)), 14) == train_unigram_pieces(

@@ -374,8 +374,8 @@ def train_unigram_vocab(layout: VocabLayout, texts: Iterable[str], num_tokens: i
     # The characters of special tokens too, so that "</s>" in a text can be spelled.
     kept |= set("".join(layout.first_tokens + layout.last_tokens)) | {METASPACE}
     require_vocab_size(num_tokens, len(kept), layout, "the special tokens and the characters of this text")
-    pieces = train_unigram_pieces(counts, kept, num_tokens, report)
-    special = {*layout.first_tokens, *layout.last_tokens}  # a text with many "</s>" makes a piece of it
+    special = {*layout.first_tokens, *layout.last_tokens}  # a text with many "</s>" would make a piece of it
+    pieces = train_unigram_pieces(counts, kept, num_tokens, report, special)
     pieces = [(token, score) for token, score in pieces if token not in special]
     return TrainedVocab([token for token, _ in pieces], scores=[round(score, 6) for _, score in pieces])
 

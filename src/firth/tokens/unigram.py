@@ -93,14 +93,16 @@ def train_unigram_pieces(
     alphabet: Collection[str],
     num_pieces: int,
     report: Callable[[str], None] = lambda _: None,
+    excluded: Collection[str] = (),
 ) -> list[tuple[str, float]]:
     """Return `num_pieces` pieces with their log-probabilities; fewer if the words have no more.
 
-    All characters of the alphabet are among them. `report` is called with the number of pieces after each round.
+    All characters of the alphabet are among them, and none of the `excluded` strings. `report` is called with the
+    number of pieces after each round.
     """
     assert num_pieces >= len(set(alphabet)), "the characters must fit"
     words = build_word_lattice(counts, alphabet)
-    state = find_seed_pieces(words)
+    state = exclude_pieces(find_seed_pieces(words), words, {name for name in excluded if len(name) > 1})
     occurs = np.bincount(words.letters, minlength=len(words.alphabet) + 1)[1:]
     absent = [letter for letter, n in zip(words.alphabet, occurs.tolist(), strict=True) if n == 0]
     num_trained = num_pieces - len(absent)
@@ -159,6 +161,16 @@ def find_seed_pieces(lattice: WordLattice) -> UnigramState:
     keep_P[best[: max(MAX_SEED_PIECES, int(is_char_P.sum()))]] = True
     scored = pieces._replace(scores=np.log(worth_P / worth_P[keep_P].sum()))
     return UnigramState(scored, collect_edges(occurrences, len(lattice.letters))).keep_pieces(keep_P)
+
+
+def exclude_pieces(state: UnigramState, lattice: WordLattice, names: Collection[str]) -> UnigramState:
+    """Return the pieces without those of these names."""
+    pieces, keep_P = state.pieces, np.ones(len(state.pieces.lengths), dtype=bool)
+    firsts = [lattice.alphabet.index(name[0]) + 1 for name in names if name[0] in lattice.alphabet]
+    for i in np.flatnonzero(np.isin(lattice.letters[pieces.text_offsets], firsts)).tolist():
+        start = pieces.text_offsets[i]
+        keep_P[i] = lattice.text[start : start + pieces.lengths[i]] not in names
+    return state.keep_pieces(keep_P)
 
 
 def collect_edges(occurrences: list[tuple[np.ndarray, np.ndarray]], num_nodes: int) -> LatticeEdges:
