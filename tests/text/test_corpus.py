@@ -162,6 +162,13 @@ def test_csv_has_one_document_per_row(tmp_path: Path, name: str) -> None:
     assert corpus.describe() == f"2 documents: {name} with one document per row"
 
 
+@pytest.mark.parametrize("rows", ["text\rone\rtwo\r", "text\nfine\none\rtwo\n"])
+def test_carriage_returns_alone_end_no_row(tmp_path: Path, rows: str) -> None:
+    (tmp_path / "a.tsv").write_bytes(rows.encode())
+    with pytest.raises(UserError, match=r"a.tsv:[13]: not a row of a .tsv file \(a carriage return \\r that no \\n"):
+        list(Corpus(tmp_path / "a.tsv"))
+
+
 def test_tsv_has_no_quotation_marks(tmp_path: Path) -> None:
     path = write(tmp_path / "a.tsv", 'body\tid\n"one\t1\ntwo"\t2\n')
     assert texts(Corpus([path], columns={"text": "body"})) == ['"one', 'two"']

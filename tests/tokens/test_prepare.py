@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import fcntl
 import gzip
 import json
 import os
@@ -289,6 +290,22 @@ def test_two_processes_do_not_write_the_same_shards(tokenizer: Tokenizer, tmp_pa
 
     make(tokenizer, tmp_path / "s", within())
     open_shards(tmp_path / "s")
+
+
+def test_a_journal_that_was_removed_before_the_lock_is_made_anew(
+    tokenizer: Tokenizer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lock, found = fcntl.flock, list[bool]()
+
+    def flock(*args: Any) -> None:
+        if not found:
+            (tmp_path / ".s.journal").unlink()
+        lock(*args)
+        found.append((tmp_path / ".s.journal").exists())
+
+    monkeypatch.setattr(fcntl, "flock", flock)
+    make(tokenizer, tmp_path / "s")
+    assert found == [False, True]
 
 
 # --- how far it is ------------------------------------------------------------------------------------------------

@@ -123,7 +123,10 @@ def read_table_records(
                 yield number, dict(zip(header, row, strict=True))
             number = rows.line_num + 1
     except csv.Error as e:
-        raise UserError(f"{name}:{number}: not a row of a {data_extension(path)} file ({e}).") from None
+        fault = str(e)
+        if "new-line" in fault:  # Python's advice is for its programmers
+            fault = r"a carriage return \r that no \n follows: replace it by a space, or by \n where it ends the line"
+        raise UserError(f"{name}:{number}: not a row of a {data_extension(path)} file ({fault}).") from None
 
 
 def csv_delimiter(header: str) -> str:

@@ -14,6 +14,7 @@ from __future__ import annotations
 import errno
 import fcntl
 import json
+import os
 import shutil
 import zlib
 from collections.abc import Iterator, Sequence
@@ -203,11 +204,7 @@ def open_shard_writer(
     """
     folder, file = path.with_name(f".{path.name}.part"), path.with_name(f".{path.name}.journal")
     path.parent.mkdir(parents=True, exist_ok=True)
-    with TextIOWrapper(open_in_place(file, append=True), encoding="utf-8", errors="replace") as journal:
-        try:
-            fcntl.flock(journal, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError:
-            raise UserError(f"{path} is being prepared by another process.") from None
+    with TextIOWrapper(open_locked(file, path), encoding="utf-8", errors="replace") as journal:
         lines = read_journal(journal) if resume else []
         if lines:
             header = header | {name: lines[0][name] for name in fixed_keys if name in header and name in lines[0]}
@@ -234,6 +231,20 @@ def open_shard_writer(
                 shutil.rmtree(folder, ignore_errors=True)
             if not folder.exists():
                 file.unlink(missing_ok=True)
+
+
+def open_locked(file: Path, path: Path) -> IO[bytes]:
+    """Open the journal of the shards `path` and lock it; raise a UserError if another process holds it."""
+    while True:
+        journal = open_in_place(file, append=True)
+        try:
+            fcntl.flock(journal, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            journal.close()
+            raise UserError(f"{path} is being prepared by another process.") from None
+        if os.fstat(journal.fileno()).st_nlink:
+            return journal
+        journal.close()  # its process removed it before the lock: another one may hold a new file of this name
 
 
 def remove_finished_journal(path: Path) -> None:
