@@ -69,32 +69,17 @@ def adapt(
     start_time = time.monotonic()
     require_single_process("adapt runs in one process. For several, extend the tokenizer and pretrain with torchrun.")
     requested, source, path = parse_new_tokens(new_tokens), Path(checkpoint), Path(output_dir)
-    if not 0 <= replay_share < 1:
-        raise UserError(f"--replay-share is {replay_share:g}, and must be at least 0 and less than 1.")
-    if not 0 < held_out < 1:
-        raise UserError(f"--held-out is {held_out:g}, and must be between 0 and 1: the model is measured on this text.")
+    check_shares(replay_share, held_out)
     from firth.evaluate.companions import COMPANIONS
-    from firth.lab.adapt import (
-        AdaptStart,
-        check_adaptable,
-        choose_measured_bytes,
-        collect_results,
-        measure_model,
-        say_measures,
-    )
+    from firth.lab.adapt import check_adaptable
     from firth.lab.adapt_page import write_adaptation_report
-    from firth.lab.adapt_texts import CorpusText, check_sample, replay_epochs, sample_held_out
+    from firth.lab.adapt_texts import CorpusText, replay_epochs
     from firth.train import pretrain_in_folder, run_folder
     from firth.train.folder import check_run_folder
-    from firth.train.resume import read_intermediate
 
     check_adaptable(source)
     texts, general_texts = as_paths(data), as_paths(general)
-    for text in (*texts, *general_texts):
-        if str(text) == STDIN_PATH:
-            raise UserError("adapt reads its text several times, and standard input only once. Give a file.")
-        if is_shards_folder(Path(text)):
-            raise UserError(f"{text} holds shards, and bits per byte need text. Give the text that they were made of.")
+    check_adapt_texts([*texts, *general_texts])
     reading = pop_corpus_options(options)
     fields, changes = own_fields(source, config, options, overrides)
     saved = {} if overwrite else read_saved_fields(path)
@@ -127,26 +112,15 @@ def adapt(
             "replay_share": replay_share,
         }
         check_same_source(folder / "source.json", record)
-        earlier = read_intermediate(folder / STATE_FILE, AdaptStart)  # its bytes: that machine may have been faster
-        measured_bytes = choose_measured_bytes(source) if earlier is None else earlier.measured_bytes
-        samples = {"domain": sample_held_out(domain_text, measured_bytes, "the domain text")}
-        check_sample(samples["domain"], "--data")
-        if general_text is not None:
-            samples |= sample_general(general_text, measured_bytes, general_name)
-        begun = begin(folder, source, domain_text, samples, measured_bytes, requested, earlier)
+        begun, samples = begin(folder, source, domain_text, general_text, general_name, requested)
         start = folder / START_FOLDER if begun.new_tokens else source
         clock.save()
         salient = load_salient_finder("default") if checked.data_source.marks_salient else None
-        shards = {"domain": make_domain_shards(folder / "data" / "domain", domain_text, load_tokenizer(start), salient)}
-        replays = general_text is not None and "general" in samples and replay_share > 0
-        if replays:
-            assert general_text is not None
-            shards["general"] = make_replay_shards(
-                folder / "data" / "general", general_text, samples, load_tokenizer(start), salient
-            )
+        replayed = general_text if "general" in samples and replay_share > 0 else None
+        shards = make_adapt_shards(folder / "data", domain_text, replayed, samples, load_tokenizer(start), salient)
         clock.save()
-        num_tokens = {name: open_shards(Path(shard)).num_tokens for name, shard in shards.items()}
-        if replays:
+        if replayed is not None:
+            num_tokens = {name: open_shards(Path(shard)).num_tokens for name, shard in shards.items()}
             epochs = replay_epochs(num_tokens["domain"], num_tokens["general"], replay_share)
             planned = plan(start, [f"{name}={shard}" for name, shard in shards.items()], mix_epochs=epochs)
             recipe = planned.resolve_recipe(shards)
@@ -156,17 +130,30 @@ def adapt(
         start_time = clock.start_time - begun.seconds
         results = pretrain_in_folder(folder, recipe, resume, start_time, allow_change, rewind, companions=COMPANIONS)
         if "domain" not in results:
-            after = measure_model(folder / "final", samples)
-            say_measures("after", after)
-            replay = {"share": replay_share, "source": general_name} if replays else {"share": 0.0}
-            found = collect_results(begun, after, replay)
+            replay = {"share": 0.0} if replayed is None else {"share": replay_share, "source": general_name}
             about = {"checkpoint": str(source), "data": ", ".join(Path(text).name for text in texts)}
+            found = measure_end(folder, begun, samples, replay)
             results = {**results, **about, **found, "seconds": clock.elapsed_seconds}
             write_results(folder / "results.json", results)
         report: dict[str, str] = {}
         with report_errors():
             report = write_adaptation_report(folder, results)
         return AdaptResult({**results, **report})
+
+
+def check_shares(replay_share: float, held_out: float) -> None:
+    if not 0 <= replay_share < 1:
+        raise UserError(f"--replay-share is {replay_share:g}, and must be at least 0 and less than 1.")
+    if not 0 < held_out < 1:
+        raise UserError(f"--held-out is {held_out:g}, and must be between 0 and 1: the model is measured on this text.")
+
+
+def check_adapt_texts(texts: Sequence[str | Path]) -> None:
+    for text in texts:
+        if str(text) == STDIN_PATH:
+            raise UserError("adapt reads its text several times, and standard input only once. Give a file.")
+        if is_shards_folder(Path(text)):
+            raise UserError(f"{text} holds shards, and bits per byte need text. Give the text that they were made of.")
 
 
 def as_paths(given: str | Path | Sequence[str | Path]) -> list[str | Path]:
@@ -235,28 +222,35 @@ def begin(
     folder: Path,
     checkpoint: Path,
     text: CorpusText,
-    samples: Mapping[str, TextSample],
-    measured_bytes: int,
+    general_text: SplitText | None,
+    general_name: str,
     requested: int | None,
-    earlier: AdaptStart | None,
-) -> AdaptStart:
-    """Measure the checkpoint, choose new tokens, and write the weights to start from.
+) -> tuple[AdaptStart, dict[str, TextSample]]:
+    """Measure the checkpoint, choose new tokens, and write the weights to start from; also return the measured texts.
 
-    A resumed run takes all this from its `earlier` part.
+    A resumed run takes all this from its earlier part.
     """
     from firth.lab.adapt import (
         AdaptStart,
+        choose_measured_bytes,
         choose_new_tokens,
         list_new_tokens,
         measure_model,
         say_measures,
         write_start,
     )
-    from firth.train.resume import write_intermediate
+    from firth.lab.adapt_texts import check_sample, sample_held_out
+    from firth.train.resume import read_intermediate, write_intermediate
 
+    earlier = read_intermediate(folder / STATE_FILE, AdaptStart)  # its bytes: that machine may have been faster
+    measured_bytes = choose_measured_bytes(checkpoint) if earlier is None else earlier.measured_bytes
+    samples = {"domain": sample_held_out(text, measured_bytes, "the domain text")}
+    check_sample(samples["domain"], "--data")
+    if general_text is not None:
+        samples |= sample_general(general_text, measured_bytes, general_name)
     start = folder / START_FOLDER
     if earlier is not None and (not earlier.new_tokens or find_corruption(start) is None):
-        return earlier
+        return earlier, samples
     began = time.monotonic()
     before = measure_model(checkpoint, samples)
     seconds = time.monotonic() - began
@@ -276,7 +270,33 @@ def begin(
     )
     say_measures("with new tokens, untrained", begun.start)
     write_intermediate(folder / STATE_FILE, to_dict(begun))
-    return begun
+    return begun, samples
+
+
+def measure_end(
+    folder: Path, begun: AdaptStart, samples: Mapping[str, TextSample], replay: Mapping[str, Any]
+) -> dict[str, Any]:
+    """Measure the trained model, and compare it with the start."""
+    from firth.lab.adapt import collect_results, measure_model, say_measures
+
+    after = measure_model(folder / "final", samples)
+    say_measures("after", after)
+    return collect_results(begun, after, replay)
+
+
+def make_adapt_shards(
+    folder: Path,
+    text: CorpusText,
+    replayed: SplitText | None,
+    samples: Mapping[str, TextSample],
+    tokenizer: Tokenizer,
+    salient: SalientSpanFinder | None,
+) -> dict[str, str]:
+    """Return the shards of the domain, and of the general text that is replayed."""
+    shards = {"domain": make_domain_shards(folder / "domain", text, tokenizer, salient)}
+    if replayed is not None:
+        shards["general"] = make_replay_shards(folder / "general", replayed, samples, tokenizer, salient)
+    return shards
 
 
 def make_domain_shards(folder: Path, text: CorpusText, tokenizer: Tokenizer, salient: SalientSpanFinder | None) -> str:
