@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -78,20 +78,7 @@ def finetune(
     def make_plan(start: str | Path) -> FinetuneRecipe:
         model_config = read_finetune_config(start)
         changes = merge_recipe_changes(config, options, overrides, {"checkpoint": str(start), **named})
-        fields = finetuning_defaults(model_config, changes.get("optim"), lora=bool(changes.get("lora_rank")))
-        if task == "preference":
-            fields = preference_defaults(fields)
-        if recipe is not None:
-            fields = named_recipe(recipe, model_config, task if isinstance(task, str) else "text-to-text")
-            changes.setdefault("learning_rate", fields["learning_rate"])  # the published one
-        fields, changes = with_rate_candidates(fields, changes, FINETUNE_RECIPES.get(recipe or "", {}))
-        plan, limit = apply_overrides(FinetuneRecipe(**fields), changes), model_config.max_length
-        if "max_seq_length" in changes and limit is not None and plan.max_seq_length > limit:
-            raise UserError(
-                f"--max-seq-length {plan.max_seq_length:,} is longer than the {limit:,} positions of {start}. Choose "
-                f"{limit:,} or less; longer texts are truncated."
-            )
-        return plan if "per_device_train_batch_size" in changes else share_default_batch(plan)
+        return make_finetune_recipe(model_config, task, recipe, changes)
 
     if from_ is not None:
         from firth.tasks.chain import resolve_intermediate
@@ -108,25 +95,12 @@ def finetune(
         check_run_folder(Path(output_dir), resume, overwrite, [plan.checkpoint, *plan.label_files])
         return FinetuneResult({"dry_run": True, **describe_finetuning(plan, num_arms=1 if against is None else 2)})
     if against is not None:
-        given = {"--from-scratch": plan.from_scratch, "--target-text": target_text, "--rewind": rewind is not None}
-        given["--minutes with --search"] = plan.minutes and plan.search  # both arms need equal steps
-        given["--push-to-hub"] = plan.push_to_hub
-        if wrong := next((name for name, value in given.items() if value), None):
-            raise UserError(f"--against {against} and {wrong} exclude each other: leave one out.")
-        from firth.lab.against import ALONE, SCRATCH, finetune_against
+        excluded = {"--from-scratch": plan.from_scratch, "--target-text": target_text, "--rewind": rewind is not None}
+        other = plan_second_arm(against, plan, make_plan, excluded)
+        from firth.lab.against import finetune_against
 
-        if str(against) == ALONE and not plan.teacher:
-            raise UserError("--against alone compares with a student without a teacher: add --teacher FINETUNED.")
-        if str(against) == SCRATCH:
-            other = replace(plan, from_scratch=True)
-        else:
-            other = without_teacher(plan) if str(against) == ALONE else make_plan(against)
         return FinetuneResult(finetune_against(plan, other, resume, overwrite, allow_change))
-    from firth.evaluate import write_run_report_and_card
-    from firth.lab.doctor import try_diagnosis
     from firth.tasks import check_task
-    from firth.tasks import finetune as run_finetune
-    from firth.tasks.finetune_data import read_finetune_data
     from firth.train.hub import check_push_target
 
     launched = read_launch_env()
@@ -138,15 +112,64 @@ def finetune(
         stage = {"resume": resume or rewind is not None, "overwrite": overwrite, "allow_change": allow_change}
         adapted = adapt_to_target_text(checkpoint, target_text, output_dir, **stage, device=plan.device)
         plan = replace(plan, checkpoint=str(adapted))
-    result = run_finetune(plan, resume, overwrite, allow_change, rewind)
-    if launched is not None and launched.rank > 0:  # rank 0 writes the report
-        return FinetuneResult({**result, "report": str(Path(plan.output_dir) / "report.html")})
+    return FinetuneResult(finetune_and_report(plan, resume, overwrite, allow_change, rewind))
+
+
+def make_finetune_recipe(
+    model_config: ModelConfig, task: str | Mapping[str, str] | None, published: str | None, changes: dict[str, Any]
+) -> FinetuneRecipe:
+    """Return the recipe of a model on a task, by default or as `published`, with the changes of the user."""
+    fields = finetuning_defaults(model_config, changes.get("optim"), lora=bool(changes.get("lora_rank")))
+    if task == "preference":
+        fields = preference_defaults(fields)
+    if published is not None:
+        fields = named_recipe(published, model_config, task if isinstance(task, str) else "text-to-text")
+        changes.setdefault("learning_rate", fields["learning_rate"])  # the published one
+    fields, changes = with_rate_candidates(fields, changes, FINETUNE_RECIPES.get(published or "", {}))
+    plan, limit = apply_overrides(FinetuneRecipe(**fields), changes), model_config.max_length
+    if "max_seq_length" in changes and limit is not None and plan.max_seq_length > limit:
+        raise UserError(
+            f"--max-seq-length {plan.max_seq_length:,} is longer than the {limit:,} positions of {plan.checkpoint}. "
+            f"Choose {limit:,} or less; longer texts are truncated."
+        )
+    return plan if "per_device_train_batch_size" in changes else share_default_batch(plan)
+
+
+def plan_second_arm(
+    against: str | Path, plan: FinetuneRecipe, make_plan: Callable[..., FinetuneRecipe], excluded: Mapping[str, Any]
+) -> FinetuneRecipe:
+    """Return the recipe to compare with; a UserError if one of the options `excluded` by --against is given."""
+    given = {**excluded, "--minutes with --search": plan.minutes and plan.search}  # both arms need equal steps
+    given["--push-to-hub"] = plan.push_to_hub
+    if wrong := next((name for name, value in given.items() if value), None):
+        raise UserError(f"--against {against} and {wrong} exclude each other: leave one out.")
+    from firth.lab.against import ALONE, SCRATCH
+
+    if str(against) == ALONE and not plan.teacher:
+        raise UserError("--against alone compares with a student without a teacher: add --teacher FINETUNED.")
+    if str(against) == SCRATCH:
+        return replace(plan, from_scratch=True)
+    return without_teacher(plan) if str(against) == ALONE else make_plan(against)
+
+
+def finetune_and_report(
+    plan: FinetuneRecipe, resume: bool, overwrite: bool, allow_change: bool, rewind: int | None
+) -> dict[str, Any]:
+    """Fine-tune; rank 0 writes the report and the card, and pushes the model."""
+    from firth.evaluate import write_run_report_and_card
+    from firth.lab.doctor import try_diagnosis
+    from firth.tasks import finetune as run_finetune
+    from firth.tasks.finetune_data import read_finetune_data
+
+    result, folder = run_finetune(plan, resume, overwrite, allow_change, rewind), Path(plan.output_dir)
+    launched = read_launch_env()
+    if launched is not None and launched.rank > 0:
+        return {**result, "report": str(folder / "report.html")}
     with quiet():  # the run has printed all notices on these files
         examples = read_finetune_data(plan).dev
-    folder = Path(plan.output_dir)
     report = write_run_report_and_card(folder, result, examples, try_diagnosis(folder))
     pushed = push_final(folder / "final", plan.push_to_hub, plan.public) if plan.push_to_hub else {}
-    return FinetuneResult({**result, "report": str(report), **pushed})
+    return {**result, "report": str(report), **pushed}
 
 
 def without_teacher(recipe: FinetuneRecipe) -> FinetuneRecipe:
