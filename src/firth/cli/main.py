@@ -9,7 +9,7 @@ import platform
 import signal
 import sys
 import traceback
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from importlib.metadata import version
 from io import TextIOWrapper
@@ -502,8 +502,7 @@ def generate(
         ranked = generate_best_of(checkpoint, texts, best_of, reward, settings, chat, bf16, draft, logprobs=json)
         best = [result for result in ranked if result["best"]]
         render.print_generated_texts(ranked if json else best, json)
-        if not all(result.get("complete", True) for result in best):
-            raise typer.Exit(1)
+        exit_if_incomplete(best)
         return
     if is_ngram(checkpoint):
         render.print_generated_texts(generate_with_ngram(checkpoint, texts, settings), json)
@@ -518,15 +517,24 @@ def generate(
     if not stream:
         results = generate_in_batches(model, encoded, settings, load_draft(draft, bf16), logprobs=json)
         render.print_generated_texts(results, json)
-        if not all(result.get("complete", True) for result in results):
-            raise typer.Exit(1)
+        exit_if_incomplete(results)
         return
     if len(texts) > 1:
         raise UserError(f"--stream prints one text as it is generated, and there are {len(texts)} prompts.")
     pieces = stream_text(model, encoded[0], **with_structured_length(model, settings))
-    first = next(pieces, "")  # raises for invalid settings before anything is printed
     continues = not constraint and isinstance(encoded[0], str) and model.config.architecture != "encoder-decoder"
-    print_text(texts[0] if continues else "", end="")
+    print_stream(texts[0] if continues else "", pieces)
+
+
+def exit_if_incomplete(results: Sequence[Mapping[str, Any]]) -> None:
+    if not all(result.get("complete", True) for result in results):
+        raise typer.Exit(1)
+
+
+def print_stream(prompt: str, pieces: Iterator[str]) -> None:
+    """Print a text piece by piece, after the prompt that it continues."""
+    first = next(pieces, "")  # raises for invalid settings before anything is printed
+    print_text(prompt, end="")
     for piece in chain([first], pieces):
         print_text(piece, end="")
     print()
