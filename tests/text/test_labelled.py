@@ -50,6 +50,11 @@ ROWS: list[tuple[str, dict[str, Any], Example]] = [
     ("regress", {"text": "a", "label": "2.5"}, Example(1, ("a",), 2.5)),
     ("choice", {"context": "a", "choices": ["b", "c", "d"], "gold": 2}, Example(1, ("a", "b", "c", "d"), 2)),
     ("choice", {"context": "a", "choice1": "b", "choice2": "c", "gold": "0"}, Example(1, ("a", "b", "c"), 0)),
+    (
+        "choice",
+        {"choice10": "d", "choice2": 7, "choice1": "b", "context": "a", "gold": 2},
+        Example(1, ("a", *"b7d"), 2),
+    ),
     ("tag", {"tokens": ["New", "York"], "tags": ["B-LOC", "I-LOC"]}, Example(1, ("New", "York"), ("B-LOC", "I-LOC"))),
     (
         "tag",
@@ -347,6 +352,7 @@ WRONG: list[tuple[str, dict[str, Any], str]] = [
     ("choice", {"context": "a", "choices": ["b"], "gold": 0}, "column 'choices' has fewer than 2 choices."),
     ("choice", {"context": "a", "choices": "b", "gold": 0}, "column 'choices' holds \"b\", which is not a list."),
     ("choice", {"context": "a", "choices": ["b", " "], "gold": 0}, "column 'choices' is empty."),
+    ("choice", {"context": "a", "choice1": "b", "choice2": None, "gold": 0}, "column 'choices' is empty."),
     ("classify", {"text": "a", "label": math.nan}, "the label is NaN, as programs write a missing value."),
     ("tag", {"tokens": ["a"], "tags": [-math.inf]}, "the label is -Infinity, as programs write a missing value."),
     ("tag", {"tokens": ["a"], "tags": "O"}, "column 'tags' is the text \"O\", and 'tokens' is a list. Give a list"),

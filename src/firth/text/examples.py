@@ -70,14 +70,16 @@ def parse_choice_row(row: LabelledRow) -> Example | None:
 
 
 def parse_choices(row: LabelledRow) -> tuple[str, ...]:
-    """Return the list in the column `choices`, or the columns choice1, choice2 ... of a table."""
+    """Return the list in the column `choices`, or the columns choice1, choice2 ... of a table, by their numbers."""
     column = row.column("choices")
-    numbered = re.compile(re.escape(column.removesuffix("s")) + r"\d+")
+    numbered = re.compile(re.escape(column.removesuffix("s")) + r"(\d+)")
     if column in row.record:
         choices = row.text_list("choices")
     else:
-        cells = [cell for name, cell in row.record.items() if numbered.fullmatch(name)] or [row.value("choices")]
-        choices = tuple(row.require_nonempty("choices", str(cell)) for cell in cells)
+        matches = [match for match in map(numbered.fullmatch, row.record) if match]
+        cells = [row.record[match[0]] for match in sorted(matches, key=lambda match: int(match[1]))]
+        cells = cells or [row.value("choices")]
+        choices = tuple(row.require_nonempty("choices", "" if cell is None else str(cell)) for cell in cells)
     if len(choices) < 2:
         raise row.column_error("choices", "has fewer than 2 choices")
     return choices
