@@ -175,6 +175,23 @@ def test_peft_opens_the_adapter_with_equal_logits(name: str, targets: Any, tmp_p
     torch.testing.assert_close(answer(theirs, config), answer(ours, config), rtol=0, atol=1e-5)
 
 
+@pytest.mark.parametrize("name", ["gpt2", "t5gemma"])
+def test_peft_opens_the_embeddings_of_new_tokens(name: str, tmp_path: Path) -> None:
+    """T5Gemma has two copies of them."""
+    config, spec = CONFIGS.get(name) or shrunk(name), LoRAConfig(rank=3)
+    ours = learned(config, spec)
+    torch.manual_seed(0)
+    make_model(config).save(tmp_path / "base")
+    train_new_tokens(ours, VOCABULARY // 2, VOCABULARY)
+    with torch.no_grad():
+        ours.embed.tokens.lora_rows.add_(0.3)
+    (tmp_path / "adapter").mkdir()
+    write_adapter(ours, spec, str(tmp_path / "base"), tmp_path / "adapter")
+    auto = transformers.AutoModelForCausalLM if name == "gpt2" else transformers.AutoModelForSeq2SeqLM
+    theirs = peft.PeftModel.from_pretrained(auto.from_pretrained(tmp_path / "base"), tmp_path / "adapter").eval()
+    torch.testing.assert_close(answer(theirs, config), answer(ours, config), rtol=0, atol=1e-5)
+
+
 def test_adapters_that_peft_cannot_open_raise(tmp_path: Path) -> None:
     model = learned(shrunk("xlnet"), LoRAConfig())
     with pytest.raises(UserError, match="xlnet has queries and keys that are no layers"):

@@ -42,7 +42,9 @@ def write_adapter(model: Model, spec: LoRAConfig, base: str, folder: Path) -> No
         grown = [
             name for name in ("embed.tokens.weight", "head.weight", "head.bias") if name in state and name in rules
         ]
-        tensors |= {PEFT_PREFIX + rules[name].hf_names[0]: state[name] for name in grown}
+        for name in grown:
+            hf_tensors = zip(rules[name].hf_names, rules[name].to_hf(state[name]), strict=True)
+            tensors |= {PEFT_PREFIX + hf_name: value for hf_name, value in hf_tensors}
     if has_grown:
         say(f"adapter/ has new tokens: call resize_token_embeddings({size}) on its base first.")
     file = folder / "adapter_model.safetensors"
