@@ -92,6 +92,7 @@ def test_joined_pages() -> None:
     assert join_pages([]) == ""
     assert join_pages(["7\nx y", "8\nz", "9\nw"]) == "x y\nz\nw"
     assert join_hyphenated("soft\u00ad\nware") == "software"
+    assert join_hyphenated("inter-\nna-\ntional") == "international"
 
 
 def refusal(path: Path, data: bytes) -> str:

@@ -32,7 +32,7 @@ MAX_PDF_CHARS = 2**26
 MIN_REPEATED_PAGES = 3  # a line on as many pages, and on half of all, is a header or a footer
 DIGITS = re.compile(r"\d+")
 # A word is tried from its start alone, without backtracking: linear time for any text.
-HYPHENATED = re.compile(r"(?<!\w)(\w++)[-\u2010\u00ad]\n(\w++)")
+HYPHENATED = re.compile(r"(?<!\w)(\w++)[-\u2010\u00ad]\n(?=(\w++))")  # the second part may be hyphenated again
 WORD = re.compile(r"\w+(?:-\w+)*")
 
 
@@ -147,7 +147,7 @@ def join_hyphenated(text: str) -> str:
     def join(match: re.Match[str]) -> str:
         first, second = match[1], match[2]
         if words[f"{first}-{second}".lower()] > words[f"{first}{second}".lower()] or not second[0].islower():
-            return f"{first}-{second}"
-        return first + second
+            return f"{first}-"
+        return first
 
     return HYPHENATED.sub(join, text)
