@@ -80,18 +80,33 @@ def pretrain(
     plan = plan_pretraining(
         model, data, output_dir, tokenizer, objective, data_options, config, overrides, options, saved
     )
+    if dry_run:
+        from firth.train.folder import check_run_folder
+
+        check_run_folder(Path(output_dir), resume, overwrite, plan.inputs)
+        return PretrainResult({"dry_run": True, **plan.describe()})
+    return PretrainResult(run_plan(plan, Path(output_dir), resume, overwrite, allow_change, rewind, start_time))
+
+
+def run_plan(
+    plan: PretrainPlan,
+    path: Path,
+    resume: bool,
+    overwrite: bool,
+    allow_change: bool,
+    rewind: int | None,
+    start_time: float,
+) -> dict[str, Any]:
+    """Make the shards, train and write the reports, in all processes of a run."""
     from firth.evaluate.companions import COMPANIONS
     from firth.evaluate.pretraining_report import write_interrupted_report, write_pretraining_report_and_card
     from firth.lab.doctor import try_diagnosis
     from firth.train import pretrain_in_folder
-    from firth.train.folder import check_run_folder, shared_run_folder
+    from firth.train.folder import shared_run_folder
     from firth.train.launch import init_distributed
 
-    if dry_run:
-        check_run_folder(Path(output_dir), resume, overwrite, plan.inputs)
-        return PretrainResult({"dry_run": True, **plan.describe()})
-    dist, path = init_distributed(plan.recipe), Path(output_dir)
-    if dist.is_restart(str(output_dir)):
+    dist = init_distributed(plan.recipe)
+    if dist.is_restart(plan.recipe.output_dir):
         resume, overwrite, rewind = True, False, None
     resume = resume or rewind is not None
     repo, public = plan.recipe.push_to_hub, plan.recipe.public
@@ -131,7 +146,7 @@ def pretrain(
                     report = write_pretraining_report_and_card(folder, results, try_diagnosis(folder))
                 if repo:
                     report |= push_final(folder / "final", repo, public)
-            return PretrainResult({**results, **report})
+            return {**results, **report}
 
 
 def resolve_on_main(dist: DistContext, plan: PretrainPlan, shards: Mapping[str, str], clock: RunClock) -> Recipe:
