@@ -241,16 +241,7 @@ def plan_pretraining(
     shape_fields = SHAPE_RECIPES.get(shape_architecture(str(model)), {}) if checkpoint is None else {}
     named = {"output_dir": str(output_dir), "checkpoint": str(checkpoint or ""), "data": "", "tokenizer": ""}
     changes = merge_recipe_changes(config, {**options, "objective": objective_fields(objective)}, overrides, named)
-    defaults = {} if checkpoint is None else {**continued_defaults(model_config), **next_run_seed(checkpoint)}
-    if architecture and not (changes.get("minutes") or changes.get("max_steps") or changes.get("num_train_epochs")):
-        say(f"no --minutes, --max-steps or --num-train-epochs: planning for {DEFAULT_PLANNED_MINUTES:g} minutes")
-        defaults["minutes"] = DEFAULT_PLANNED_MINUTES
-
-    if checkpoint is not None and "objective" not in changes and (stored := read_stored_objective(checkpoint)):
-        defaults["objective"] = stored
-        own = update_recipe(pretraining_recipe(model_config), {"objective": stored}).objective
-        if own != pretraining_recipe(model_config).objective:
-            say(f"objective: {name_objective(own)}, as {checkpoint} was trained with; --objective chooses another")
+    defaults = choose_defaults(model_config, checkpoint, architecture, changes)
 
     def make_recipe(config: ModelConfig) -> Recipe:
         own, saved = pretraining_recipe(config, **shape_fields), dict(saved_fields or {})
@@ -262,27 +253,14 @@ def plan_pretraining(
     recipe.check()
     check_held_out_share(data_options.held_out)
     sources = [data] if isinstance(data, str | Path) else list(data)
-    tokenizer_path = tokenizer or checkpoint
-    if tokenizer and checkpoint and load_tokenizer(tokenizer).fingerprint != load_tokenizer(checkpoint).fingerprint:
-        raise UserError(f"{tokenizer} is not the tokenizer that {checkpoint} was trained with. Leave out --tokenizer.")
-    if data_options.add_words:
-        check_can_add_words(checkpoint, sources)
-    if checkpoint and (data_options.vocab_size or data_options.lowercase):
-        raise UserError(f"{checkpoint} keeps its tokenizer. Leave out --vocab-size and --lowercase.")
+    check_tokenizer_options(tokenizer, checkpoint, data_options, sources)
     mixed = parse_named_sources(sources)
-    if mixed and architecture:
-        raise UserError(
-            f"The size of {architecture} is planned for one text. Name a size for a mix: {architecture}-8x512."
-        )
-    if recipe.mixing != MixConfig() and not mixed:
-        raise UserError("A mix needs several named sources: --data a=a.txt --data b=b.txt.")
-    if mixed:  # refuse wrong names before any text is tokenized
-        recipe.mixing.row_weights(dict.fromkeys(mixed, 1), dict.fromkeys(mixed, 1))
+    check_mix(recipe, mixed, architecture)
     if mixed and "warm_start" not in changes:
         recipe = replace(recipe, warm_start="none")
     new = [tokenizer_kind(recipe.model, recipe.objective), data_options.vocab_size, data_options.lowercase]
     marks_salient = "salient" in recipe.objective.token_flags
-    source = open_data_source(sources, tokenizer_path, data_options, new, marks_salient, mixed)
+    source = open_data_source(sources, tokenizer or checkpoint, data_options, new, marks_salient, mixed)
     keeps_vocab_size = (checkpoint is not None and not data_options.add_words) or "model.vocab_size" in changes
     names_batch = recipe.per_device_train_batch_size or recipe.global_batch_tokens
     chooses_rate = not saved_fields and "learning_rate" not in changes
@@ -305,6 +283,46 @@ def plan_pretraining(
         "save_steps" in changes,
         token_budget,
     )
+
+
+def choose_defaults(
+    model_config: ModelConfig, checkpoint: Path | None, architecture: str, changes: Mapping[str, Any]
+) -> dict[str, Any]:
+    """The fields that differ from the model's defaults: those of continued training, and the minutes of a plan."""
+    defaults = {} if checkpoint is None else {**continued_defaults(model_config), **next_run_seed(checkpoint)}
+    if architecture and not (changes.get("minutes") or changes.get("max_steps") or changes.get("num_train_epochs")):
+        say(f"no --minutes, --max-steps or --num-train-epochs: planning for {DEFAULT_PLANNED_MINUTES:g} minutes")
+        defaults["minutes"] = DEFAULT_PLANNED_MINUTES
+    if checkpoint is not None and "objective" not in changes and (stored := read_stored_objective(checkpoint)):
+        defaults["objective"] = stored
+        own = update_recipe(pretraining_recipe(model_config), {"objective": stored}).objective
+        if own != pretraining_recipe(model_config).objective:
+            say(f"objective: {name_objective(own)}, as {checkpoint} was trained with; --objective chooses another")
+    return defaults
+
+
+def check_tokenizer_options(
+    tokenizer: str | Path | None, checkpoint: Path | None, data_options: DataOptions, sources: Sequence[str | Path]
+) -> None:
+    """Raise a UserError where the options ask for another tokenizer than that of the checkpoint."""
+    if tokenizer and checkpoint and load_tokenizer(tokenizer).fingerprint != load_tokenizer(checkpoint).fingerprint:
+        raise UserError(f"{tokenizer} is not the tokenizer that {checkpoint} was trained with. Leave out --tokenizer.")
+    if data_options.add_words:
+        check_can_add_words(checkpoint, sources)
+    if checkpoint and (data_options.vocab_size or data_options.lowercase):
+        raise UserError(f"{checkpoint} keeps its tokenizer. Leave out --vocab-size and --lowercase.")
+
+
+def check_mix(recipe: Recipe, mixed: Mapping[str, Any], architecture: str) -> None:
+    """Raise a UserError where the named sources do not suit the recipe."""
+    if mixed and architecture:
+        raise UserError(
+            f"The size of {architecture} is planned for one text. Name a size for a mix: {architecture}-8x512."
+        )
+    if recipe.mixing != MixConfig() and not mixed:
+        raise UserError("A mix needs several named sources: --data a=a.txt --data b=b.txt.")
+    if mixed:  # refuse wrong names before any text is tokenized
+        recipe.mixing.row_weights(dict.fromkeys(mixed, 1), dict.fromkeys(mixed, 1))
 
 
 def read_saved_fields(run: Path, is_planned: bool = False) -> dict[str, Any]:
