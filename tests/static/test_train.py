@@ -333,6 +333,22 @@ def test_a_resumed_run_keeps_its_recipe(data: Path, tmp_path: Path) -> None:
     assert run(Word2VecRecipe(**{**SMALL, "workers": 0}), data, tmp_path, resume=True)["steps"] > 0  # type: ignore[operator]
 
 
+@pytest.mark.parametrize(("recipe", "steps"), [(LEARNERS[0], 2), (LEARNERS[-1], 1)], ids=["skip-gram", "glove"])
+def test_a_text_that_has_changed_is_not_resumed(
+    recipe: Vectors, steps: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    text = tmp_path / "a.txt"
+    text.write_text("\n".join(f"{i % 7} {i % 11}x {i % 13}y" for i in range(2000)))
+    data = made_of(Corpus(text), tmp_path)
+    with monkeypatch.context() as patch, pytest.raises(Interrupted):
+        stop_after(patch, steps)
+        run(recipe, data, tmp_path / "run")
+    text.write_text("\n".join(f"{i % 7} {i % 11}x" for i in range(2000)))
+    prepare(Corpus(text), open_shards(data).tokenizer, data)
+    with pytest.raises(UserError, match=r"Cannot resume: the text has changed since .*run/c"):
+        run(recipe, data, tmp_path / "run", resume=True)
+
+
 @pytest.mark.parametrize("recipe", [Word2VecRecipe(**SMALL), GloVeRecipe(**SMALL)], ids=["word2vec", "glove"])
 def test_minutes_determine_the_steps_and_the_schedule(
     recipe: Vectors, data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

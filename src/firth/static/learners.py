@@ -18,7 +18,7 @@ import torch
 
 from firth.core.console import progress
 from firth.core.errors import UserError
-from firth.core.files import atomic_folder, find_corruption
+from firth.core.files import atomic_folder, find_corruption, read_manifest
 from firth.core.hashing import hash_uint64
 from firth.models import Model, make_model
 from firth.models.presets import bag_of_words
@@ -256,6 +256,12 @@ def make_bag_model(tokenizer: Tokenizer, vectors_ND: np.ndarray, outputs_ND: np.
     return model
 
 
+def text_changed_error(folder: Path) -> UserError:
+    return UserError(
+        f"Cannot resume: the text has changed since {folder} was written, and its words with it. Start a new run."
+    )
+
+
 def count_cooccurrences(shards: Shards, word_vocab: WordVocabulary, recipe: GloVeRecipe, folder: Path) -> np.ndarray:
     """Return the memory-mapped co-occurrence records, counted once per run folder."""
     records_file, num = folder / "records.bin", len(word_vocab.counts)
@@ -274,8 +280,10 @@ def count_cooccurrences(shards: Shards, word_vocab: WordVocabulary, recipe: GloV
 
     if find_corruption(folder) is not None:
         max_records = max(int(recipe.memory * 2**30 / 64), 2**16)  # sorting needs about five times a record's size
-        with atomic_folder(folder, "counts") as temporary:
+        with atomic_folder(folder, "counts", text=shards.fingerprint) as temporary:
             glove.count_records(iter_cooccurrences(), temporary, "records", max_records)
+    elif read_manifest(folder).get("text") != shards.fingerprint:
+        raise text_changed_error(folder)
     if not records_file.stat().st_size:
         raise UserError(
             "No two words of this text stand in one document: there is nothing that GloVe could learn from."

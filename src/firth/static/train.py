@@ -32,6 +32,7 @@ from firth.static.learners import (
     Word2VecTrainer,
     WordVectorTrainer,
     count_cooccurrences,
+    text_changed_error,
 )
 from firth.static.ngram import NgramModel, boundary_tokens, count_ngrams, predictable_tokens
 from firth.static.recipe import (
@@ -197,6 +198,8 @@ def fit_word_vectors(trainer: WordVectorTrainer, folder: Path, resume: bool) -> 
         first = read_train_state(checkpoint).step
         saved = load_file(checkpoint / "training" / VECTOR_STATE_FILE)
         for name, array in trainer.state_arrays().items():
+            if saved[name].shape != array.shape:
+                raise text_changed_error(checkpoint)
             array[:] = saved[name]
         upload_state(trainer)
         say(f"resuming from {checkpoint}")
