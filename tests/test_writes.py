@@ -30,7 +30,7 @@ EXCEPTIONS = {
     ("train/folder.py", "run_folder"): "the lock, which stays empty",
     ("train/log.py", "__init__"): "the log, which only grows",
     ("tokens/shard_writer.py", "__init__"): "shards that only grow, checked by their journal",
-    ("tokens/shard_writer.py", "open_shard_writer"): "the journal, whose last line may be cut",
+    ("tokens/shard_writer.py", "open_locked"): "the journal, whose last line may be cut",
     ("text/exact_dedup.py", "__init__"): "a temporary table, removed at the end",
     ("text/corpus.py", "spool_stream"): "a file in a TemporaryDirectory",
     ("tokens/workers.py", "worker_main"): "a pipe",
