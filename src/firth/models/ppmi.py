@@ -23,7 +23,8 @@ from firth.tokens import Shards
 PPMI_WINDOW_TOKENS = 8
 MAX_COUNTED_TOKENS = 2**24  # longer corpora are sampled in evenly spaced chunks
 SAMPLE_CHUNK_TOKENS = 2**14
-COUNT_THREADS = 4  # each thread needs about 25 bytes per token
+COUNT_THREADS = 4  # each thread needs about 10 bytes per token
+PAIRS_AT_ONCE = 2**20  # whose information is computed at once: its temporaries are small
 CONTEXT_EXPONENT = 0.75  # context counts to this power: lowers the PMI of rare contexts (Levy et al. 2015, section 3.2)
 
 InputT = TypeVar("InputT")
@@ -34,16 +35,31 @@ def cooccurrence_matrix(shards: Shards, vocab_size: int, window: int) -> sp.csr_
     """Return (V, V): how often two tokens occur at most `window` apart in a document; distance k counts 1/k."""
     tokens, doc = sample_tokens_for_counts(shards)
     shape = (vocab_size, vocab_size)
+    tokens = tokens.astype(np.uint32 if vocab_size**2 <= 2**32 else np.int64)  # of a pair, too
 
     def counts_at_distance(k: int) -> sp.csr_matrix:
-        same_document = doc[:-k] == doc[k:]
-        pair, count = np.unique((tokens[:-k] * vocab_size + tokens[k:])[same_document], return_counts=True)
-        return sp.csr_matrix((count.astype(np.float32) / k, np.divmod(pair, vocab_size)), shape=shape)
+        pair = tokens[:-k] * tokens.dtype.type(vocab_size)
+        pair += tokens[k:]
+        pair, count = count_sorted(pair[doc[:-k] == doc[k:]])
+        row_starts = np.searchsorted(pair, np.arange(vocab_size, dtype=pair.dtype) * pair.dtype.type(vocab_size))
+        column = (pair % pair.dtype.type(vocab_size)).astype(np.int32)
+        return sp.csr_matrix((count.astype(np.float32) / k, column, np.append(row_starts, len(pair))), shape=shape)
 
     total = sum(
         map_in_threads(counts_at_distance, range(1, window + 1), COUNT_THREADS), sp.csr_matrix(shape, dtype=np.float32)
     )
     return total + total.T
+
+
+def count_sorted(numbers: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Return the distinct numbers and their counts, like `np.unique`, with less memory: the array is sorted in place.
+
+    >>> count_sorted(np.array([3, 1, 3]))
+    (array([1, 3]), array([1, 2]))
+    """
+    numbers.sort()
+    first = np.flatnonzero(np.diff(numbers, prepend=numbers[:1] - 1) != 0)
+    return numbers[first], np.diff(first, append=len(numbers))
 
 
 def map_in_threads(
@@ -59,9 +75,9 @@ def sample_tokens_for_counts(shards: Shards) -> tuple[np.ndarray, np.ndarray]:
     doc = np.repeat(np.arange(shards.num_documents, dtype=np.int32), np.diff(shards.offsets))
     chunk_stride = -(-len(doc) // MAX_COUNTED_TOKENS) * SAMPLE_CHUNK_TOKENS
     if len(doc) <= MAX_COUNTED_TOKENS:
-        return np.asarray(shards.tokens).astype(np.int64), doc
+        return np.asarray(shards.tokens), doc
     starts = range(0, len(doc), chunk_stride)
-    tokens = np.concatenate([shards.tokens[i : i + SAMPLE_CHUNK_TOKENS] for i in starts]).astype(np.int64)
+    tokens = np.concatenate([shards.tokens[i : i + SAMPLE_CHUNK_TOKENS] for i in starts])
     part = np.concatenate(
         [2 * doc[i : i + SAMPLE_CHUNK_TOKENS].astype(np.int64) + number % 2 for number, i in enumerate(starts)]
     )
@@ -72,11 +88,16 @@ def ppmi_matrix(counts: sp.csr_matrix) -> sp.csr_matrix:
     """Return positive pointwise mutual information in nats: how much more often than chance two tokens co-occur."""
     word = np.asarray(counts.sum(1)).ravel()
     context = word**CONTEXT_EXPONENT / max(np.sum(word**CONTEXT_EXPONENT), 1e-30)
-    pairs = counts.tocoo()
-    value = np.log(pairs.data / (word[pairs.row] * context[pairs.col]))
-    positive = value > 0
-    indices = (pairs.row[positive], pairs.col[positive])
-    return sp.csr_matrix((value[positive].astype(np.float32), indices), shape=counts.shape)
+    row = np.repeat(np.arange(len(word), dtype=np.int32), np.diff(counts.indptr))
+    information = np.empty(counts.nnz, np.float32)
+    for start in range(0, counts.nnz, PAIRS_AT_ONCE):
+        part = slice(start, start + PAIRS_AT_ONCE)
+        chance = word[row[part]] * context[counts.indices[part]]
+        information[part] = np.log(counts.data[part] / chance)
+    np.maximum(information, 0, out=information)
+    matrix = sp.csr_matrix((information, counts.indices.copy(), counts.indptr.copy()), shape=counts.shape)
+    matrix.eliminate_zeros()
+    return matrix
 
 
 def ppmi_vectors(

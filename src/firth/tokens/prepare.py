@@ -17,7 +17,6 @@ from __future__ import annotations
 
 import ctypes
 import os
-import resource
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator
@@ -32,6 +31,7 @@ import numpy as np
 from firth.core.console import format_count, progress, say, warn
 from firth.core.errors import UserError, did_you_mean, shorten
 from firth.core.files import atomic_folder
+from firth.core.memory import process_memory_bytes
 from firth.text import (
     HELD_OUT_FRACTION,
     Document,
@@ -432,14 +432,6 @@ def release_freed_memory() -> None:
     library = ctypes.CDLL(None) if sys.platform == "linux" else None
     if library is not None and hasattr(library, "mallopt"):
         library.mallopt(-3, 2**16)
-
-
-def process_memory_bytes() -> int:
-    """Resident memory of this process."""
-    statm = Path("/proc/self/statm")
-    if statm.is_file():
-        return int(statm.read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
 
 
 def is_importable(find_salient: SalientSpanFinder | None) -> bool:

@@ -21,6 +21,7 @@ import torch
 from firth.core.console import format_count, format_duration, say, warn
 from firth.core.errors import UserError
 from firth.core.files import atomic_folder, find_corruption, read_manifest, read_object, write_results
+from firth.core.memory import return_freed_memory
 from firth.core.serialization import from_dict, to_dict
 from firth.models import (
     Model,
@@ -197,6 +198,7 @@ def run_pretraining(
     recipe = broadcast_recipe(dist_context, lambda: record_data(recipe, shards, folder, is_new, allow_change, rewind))
     job = make_job(recipe, folder, shards, dist_context, is_new)
     vectors = warm_start(job, resume)
+    return_freed_memory()
     job, replan = plan_steps(job, start_time, step_seconds, vectors) if is_new else (job, None)
     describe_job(job, is_new)
     run = make_pretraining_run(job, companions)
@@ -206,6 +208,7 @@ def run_pretraining(
     if vectors is not None:
         # Only the closure refers to the vectors, so that they are freed after use.
         run.deferred_init, vectors = partial(set_deferred_embeddings, job.model, vectors), None
+    return_freed_memory()
     with explain_disk_errors(folder):
         outcome = fit(run, resume)
         if run.doctor is not None:
