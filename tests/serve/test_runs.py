@@ -11,6 +11,7 @@ import shutil
 import threading
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,8 @@ from fastapi.testclient import TestClient
 
 from firth.core.errors import UserError
 from firth.core.files import write_json, write_text
+from firth.models import get_preset
+from firth.recipes import SHAPE_RECIPES, pretraining_recipe
 from firth.serve import run_events, run_notes, run_samples, runs
 from firth.serve.app import make_app
 from firth.serve.checkpoint_process import try_sample
@@ -27,10 +30,11 @@ from firth.serve.gate import Gate
 from firth.serve.model_server import ModelServer
 from firth.serve.run_events import RunEvents
 from firth.serve.run_notes import RunNotes
-from firth.serve.runs import Locks, RunsFolder, WatchedRun
+from firth.serve.runs import Locks, RunsFolder, WatchedRun, run_references
 from firth.train.findings import Finding
 from firth.train.folder import LOCK_FILE
 from firth.train.log import RunLog
+from firth.train.recipe import save_recipe
 
 
 @pytest.fixture(autouse=True)
@@ -172,6 +176,24 @@ def test_no_name_leaves_the_folder(tmp_path: Path) -> None:
     assert client.post("/tokenize", json={"text": "a"}).json()["error"]["code"] == "no_model"
     with pytest.raises(UserError, match="no such folder"):
         RunsFolder(tmp_path / "nothing")
+
+
+def test_the_forecast_is_that_of_the_device_that_trains(tmp_path: Path) -> None:
+    """The encoder of the sweep on a CPU ended at 4.83 (docs/results.md); the runs of the GPU were larger."""
+    folder, data = make_run(tmp_path / "run"), tmp_path / "shards"
+    config = replace(get_preset("encoder-2x64"), vocab_size=4096)
+    recipe = pretraining_recipe(config, **SHAPE_RECIPES["encoder"], data=str(data), max_steps=27_200)
+    save_recipe(recipe, folder / "recipe.yaml")
+    data.mkdir()
+    write_json(data / "manifest.json", {"metadata": {"unigram_entropy": 6.694, "train": {"tokens": 680_000}}})
+    train(folder, 10.0)
+    run = WatchedRun("run", folder)
+    run.update()
+    assert run_references(run)["forecast"] == pytest.approx(4.83, rel=0.02)
+    write_text(folder / "timings.jsonl", (folder / "timings.jsonl").read_text().replace("cpu", "cuda"))
+    run = WatchedRun("run", folder)
+    run.update()
+    assert run_references(run) == {"unigrams": 6.694}
 
 
 def sample_here(folder: Path, checkpoints: Any, text: str, hold: Any) -> Iterator[dict[str, Any]]:

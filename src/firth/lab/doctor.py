@@ -20,14 +20,14 @@ import numpy as np
 from firth.core.console import quiet, warn
 from firth.core.errors import UserError
 from firth.core.files import read_object
+from firth.core.memory import return_freed_memory
 from firth.lab.batch_rules import BATCH_RULES, MAX_UNLABELLED_TOKENS, BatchFacts, count_labels
-from firth.lab.expected_loss import RunSize, find_law, read_loss_table
+from firth.lab.expected_loss import expect_run_loss
 from firth.lab.show import first_rows_and_batch, measure_rates
 from firth.lab.show_row import predicts_in_place, trace_batch
 from firth.lab.text_rules import TEXT_RULES, TextFacts, collect_example_facts, collect_text_facts
-from firth.models import count_parameters, flops_per_token, read_config
+from firth.models import flops_per_token, read_config
 from firth.objectives import IGNORE_INDEX, Batch
-from firth.objectives.registry import describe_objective
 from firth.recipes.pretraining import recommend_rate
 from firth.static.ngram import boundary_tokens, count_ngrams, predictable_tokens
 from firth.tasks.failure import explain_failed_seed, find_constant_label
@@ -46,6 +46,7 @@ from firth.train.dataloader import (
     open_recipe_shards,
     run_progress,
 )
+from firth.train.distributed import SINGLE_PROCESS, select_device
 from firth.train.findings import Evidence, Finding, Rule, examine, sort_findings
 from firth.train.log_rules import (
     FINETUNING_RULES,
@@ -145,6 +146,7 @@ def seen_from_here(path: str, output_dir: str, run: Path) -> str:
 
 def try_diagnosis(folder: Path) -> list[Finding] | None:
     """Return the findings for a report; None, with a warning, where a run cannot be examined."""
+    return_freed_memory()  # of training, in the same process
     try:
         return diagnose_run(folder).findings
     except Exception as e:
@@ -176,7 +178,7 @@ def diagnose_pretraining(folder: Path, recipe: Recipe) -> Diagnosis:
     batch_facts, findings = None, list[Finding]()
     if shards is not None:
         batch_facts, label_entropy = collect_batch_facts(recipe, shards, facts, str(folder))
-        facts = replace(facts, references=collect_references(recipe, shards, lines, label_entropy))
+        facts = replace(facts, references=collect_references(recipe, shards, facts, label_entropy))
         for train, held_out in shard_parts(shards):
             facts_of_text = collect_text_facts(shards.tokenizer, train, held_out, recipe.checkpoint)
             findings += examine(TEXT_RULES, facts_of_text)
@@ -277,9 +279,7 @@ def label_entropy(batch: Batch) -> float:
     return float(-(share * np.log(share)).sum())
 
 
-def collect_references(
-    recipe: Recipe, shards: ShardSet | MixedShards, lines: Sequence[dict[str, Any]], entropy: float
-) -> References:
+def collect_references(recipe: Recipe, shards: ShardSet | MixedShards, log: LogFacts, entropy: float) -> References:
     """Return what the loss should be. Labels of an encoder-decoder hold sentinels: their entropy is the baseline."""
     is_comparable = recipe.model.architecture != "encoder-decoder"
     references = References(math.log(recipe.model.vocab_size), shards.unigram_entropy if is_comparable else entropy)
@@ -288,7 +288,7 @@ def collect_references(
     if is_comparable:
         bigram, trigram = ngram_losses(shards)
         references = replace(references, bigram=bigram, trigram=trigram)
-    return replace(references, forecast=forecast_loss(recipe, shards, lines))
+    return replace(references, forecast=forecast_loss(recipe, shards, log))
 
 
 def ngram_losses(shards: ShardSet) -> tuple[float | None, float | None]:
@@ -320,17 +320,11 @@ def concat_sampled_documents(shards: Shards, vocab: Any, num_tokens: int) -> tup
     return ids, starts
 
 
-def forecast_loss(recipe: Recipe, shards: ShardSet, lines: Sequence[dict[str, Any]]) -> float | None:
+def forecast_loss(recipe: Recipe, shards: ShardSet, log: LogFacts) -> float | None:
     """Return the planner's forecast for the text that was read; None outside of the measured runs."""
-    law = find_law(read_loss_table(), recipe.model.architecture, describe_objective(recipe.objective)["name"])
-    passes = max((line.get("passes") or 0.0 for line in lines), default=0.0)
-    if not passes or recipe.checkpoint or recipe.teacher:
-        return None
-    if describe_objective(recipe.objective)["name"] != law.objective or recipe.model.family != law.family:
-        return None
-    tokens, entropy = shards.num_tokens, shards.unigram_entropy
-    size = RunSize(count_parameters(recipe.model), passes * tokens, tokens, entropy, recipe.model.vocab_size)
-    return None if law.extrapolations(size).keys() - {"text"} else law.loss(size)
+    passes = max((line.get("passes") or 0.0 for line in log.lines), default=0.0)
+    device_type = log.timings.get("device") or select_device(SINGLE_PROCESS, recipe).type
+    return expect_run_loss(recipe, passes * shards.num_tokens, shards.num_tokens, shards.unigram_entropy, device_type)
 
 
 def check_behind_forecast(facts: LogFacts) -> Evidence | None:

@@ -10,7 +10,7 @@ loss of a model that knows token frequencies only. That is a rule of thumb, and 
 where the plan extrapolates. The order of the sizes does not depend on it.
 
 An entry whose name ends in "(cpu)" was measured on a CPU, with models and texts that a CPU trains in minutes. A plan
-for a CPU takes it where there is one.
+for a CPU takes it where there is one, and so do the doctor and the page of live runs for a run on a CPU.
 """
 
 from __future__ import annotations
@@ -25,6 +25,9 @@ import numpy as np
 from firth.core.chart import format_tick
 from firth.core.files import read_object
 from firth.lab.scaling_law import ScalingFit, ScalingLaw
+from firth.models import count_parameters
+from firth.objectives.registry import describe_objective
+from firth.train.recipe import Recipe
 
 TABLE_FILE = Path(__file__).with_name("scaling_table.json")
 ENTROPY_TOLERANCE = 0.05  # relative difference of unigram entropies from which the text counts as another one
@@ -125,6 +128,23 @@ def entry_name(name: str, device_type: str) -> str:
     ('encoder', 'encoder, mlm (cpu)')
     """
     return f"{name} (cpu)" if device_type == "cpu" else name
+
+
+def expect_run_loss(
+    recipe: Recipe, tokens: float, text_tokens: int, unigram_entropy: float, device_type: str
+) -> float | None:
+    """Return the expected loss of a run on this type of device that has read `tokens`; None outside of measured runs.
+
+    Another text than the measured one is no reason for None: the loss is scaled by its unigram entropy.
+    """
+    if recipe.checkpoint or recipe.teacher or not tokens:
+        return None
+    objective = describe_objective(recipe.objective)["name"]
+    law = find_law(read_loss_table(), recipe.model.architecture, objective, device_type)
+    if objective != law.objective or recipe.model.family != law.family:
+        return None
+    size = RunSize(count_parameters(recipe.model), tokens, text_tokens, unigram_entropy, recipe.model.vocab_size)
+    return None if law.extrapolations(size).keys() - {"text"} else law.loss(size)
 
 
 def read_loss_table(table: Mapping[str, Any] | None = None) -> dict[str, ExpectedLoss]:

@@ -232,6 +232,7 @@ class TimingsTail:
     def __init__(self, file: Path) -> None:
         self.file = file
         self.recent: deque[tuple[float, float, float]] = deque(maxlen=RECENT_TIMINGS)  # steps, tokens, seconds
+        self.device_type = ""  # that trains: "cuda" or "cpu"; "" before the first line
         self.device_memory_share: float | None = None
         self.begin_anew(-1)
 
@@ -267,6 +268,7 @@ class TimingsTail:
         steps, tokens, seconds = (float(line[name]) for name in ("steps", "tokens", "seconds"))
         self.sums = (self.sums[0] + steps, self.sums[1] + tokens, self.sums[2] + seconds)
         self.recent.append((steps, tokens, seconds))
+        self.device_type = line.get("device", self.device_type)
         self.device_memory_share = line.get("memory_share", self.device_memory_share)
 
     @property
@@ -443,10 +445,9 @@ def run_references(run: WatchedRun) -> dict[str, float]:
 
     The doctor adds the loss of a bigram model, which takes seconds (`run_notes.py`).
     """
-    from firth.lab.expected_loss import RunSize, find_law, read_loss_table
-    from firth.models import count_parameters
-    from firth.objectives.registry import describe_objective
+    from firth.lab.expected_loss import expect_run_loss
     from firth.train import Recipe, load_recipe
+    from firth.train.distributed import SINGLE_PROCESS, select_device
 
     manifest_file = Path(str(run.recipe.get("data", ""))) / "manifest.json"
     if "objective" not in run.recipe or not manifest_file.is_file():
@@ -459,12 +460,9 @@ def run_references(run: WatchedRun) -> dict[str, float]:
     if recipe.model.architecture == "encoder-decoder":
         return {}  # its labels hold sentinels: word frequencies are no baseline
     references = {"unigrams": entropy}
-    law = find_law(read_loss_table(), recipe.model.architecture, describe_objective(recipe.objective)["name"])
-    tokens_per_step = next((row[4] / row[0] for row in reversed(run.rows) if row[4] and row[0]), None)
-    is_measured = describe_objective(recipe.objective)["name"] == law.objective
-    if is_measured and recipe.model.family == law.family and tokens_per_step and not recipe.checkpoint:
-        tokens = tokens_per_step * recipe.max_steps
-        size = RunSize(count_parameters(recipe.model), tokens, text_tokens, entropy, recipe.model.vocab_size)
-        if not law.extrapolations(size).keys() - {"text"}:
-            references["forecast"] = law.loss(size)
+    tokens_per_step = next((row[4] / row[0] for row in reversed(run.rows) if row[4] and row[0]), 0.0)
+    device_type = run.timings.device_type or select_device(SINGLE_PROCESS, recipe).type
+    forecast = expect_run_loss(recipe, tokens_per_step * recipe.max_steps, text_tokens, entropy, device_type)
+    if forecast is not None:
+        references["forecast"] = forecast
     return references
