@@ -236,7 +236,8 @@ def plan(json: bool, model: list[str] | None = None, fit: list[str] | None = Non
     """Plan a pretraining: the best size and settings for a text, a budget and this machine.
 
     Times some steps, and prints the expected time, memory and held-out loss beside a smaller and a larger model, and
-    the command to paste. Nothing is written, except with --fit.
+    the command to paste. Peak memory is that of the GPU, or on a CPU of the whole process, libraries included. Nothing
+    is written, except with --fit.
     """
     from firth import api
 

@@ -14,6 +14,7 @@ from firth.commands.data_source import DataOptions, DataSource, open_data_source
 from firth.commands.shards import check_held_out_share
 from firth.core.console import format_count, say, warn
 from firth.core.errors import UserError
+from firth.core.memory import return_freed_memory
 from firth.models import ModelConfig, with_vocabulary
 from firth.models.hf.config_io import read_stored_objective
 from firth.models.presets import shape_architecture
@@ -73,9 +74,11 @@ class PretrainPlan:
     def make_shards(self, folder: Path) -> dict[str, str]:
         """Make the shards; the tokenizer must have the special tokens that the objective needs."""
         objective, length = self.recipe.objective, self.recipe.max_seq_length
-        return self.data_source.make_shards(
+        shards = self.data_source.make_shards(
             folder, lambda tokenizer: objective.check(tokenizer.vocab, objective.source_length(length))
         )
+        return_freed_memory()
+        return shards
 
     def describe(self) -> dict[str, Any]:
         """What the run would do, for --dry-run: the tokens of shards are counted, those of text are estimated."""
@@ -143,10 +146,15 @@ class PretrainPlan:
         size = size or default_vocab_size(source.corpus.text_bytes, kind)
         held_out = source.data_options.held_out
         sample = sample_text(source.corpus, source.tokenizer, (kind, size, lowercase), held_out, folder)
-        yield self.make_planner(sample.shards, sample.scale, sample.prepare_seconds)
+        yield self.make_planner(sample.shards, sample.scale, sample.prepare_seconds, sample.prepare_bytes)
 
     def make_planner(
-        self, shards: ShardSet, scale: float = 1.0, prepare_seconds: float = 0.0, elapsed_seconds: float = 0.0
+        self,
+        shards: ShardSet,
+        scale: float = 1.0,
+        prepare_seconds: float = 0.0,
+        prepare_bytes: float = 0.0,
+        elapsed_seconds: float = 0.0,
     ) -> Planner:
         """A planner whose recipes have everything that the user has set, for a text of `scale` times these shards."""
         from firth.lab.plan_text import read_text_facts
@@ -168,7 +176,7 @@ class PretrainPlan:
         return Planner(
             make_recipe,
             shards,
-            read_text_facts(make_recipe(self.recipe.model), shards, scale, prepare_seconds),
+            read_text_facts(make_recipe(self.recipe.model), shards, scale, prepare_seconds, prepare_bytes),
             tokens=self.token_budget,
             keeps=[name for name, chosen in keeps.items() if not chosen],
             num_devices=num_devices,
@@ -199,16 +207,17 @@ class PretrainPlan:
             recipe = replace(recipe, model=with_vocabulary(recipe.model, tokenizer.vocab))
         recipe = replace(with_shards(recipe, shards), tokenizer=tokenizer.fingerprint)
         if not self.architecture:
-            recipe = self.choose_batch(recipe, sum(open_shards(Path(folder)).num_tokens for folder in shards.values()))
+            text_tokens = sum(open_shards(Path(folder)).num_tokens for folder in shards.values())
+            recipe = self.choose_batch(recipe, text_tokens, elapsed_seconds)
         recipe.check()
         return recipe
 
-    def choose_batch(self, recipe: Recipe, text_tokens: int) -> Recipe:
+    def choose_batch(self, recipe: Recipe, text_tokens: int, elapsed_seconds: float = 0.0) -> Recipe:
         """The recipe with its global batch, the learning rate that follows from it, and what suits so many passes."""
         if self.chooses_batch:
-            recipe = with_chosen_batch(recipe, text_tokens)
+            recipe = with_chosen_batch(recipe, text_tokens, elapsed_seconds)
         if self.follows_passes:
-            recipe = adapt_to_passes(recipe, text_tokens, PASSES_FIELDS - self.follows_passes)
+            recipe = adapt_to_passes(recipe, text_tokens, PASSES_FIELDS - self.follows_passes, elapsed_seconds)
         if self.chooses_rate and recipe.global_batch_tokens:
             rate = scale_rate_to_batch(recipe.learning_rate, recipe.model, recipe.global_batch_tokens)
             if rate != recipe.learning_rate:
@@ -364,13 +373,13 @@ def with_shards(recipe: Recipe, shards: Mapping[str, str]) -> Recipe:
     return replace(recipe, data=shards.get("", ""), sources={name: folder for name, folder in shards.items() if name})
 
 
-def with_chosen_batch(recipe: Recipe, text_tokens: int) -> Recipe:
+def with_chosen_batch(recipe: Recipe, text_tokens: int, elapsed_seconds: float = 0.0) -> Recipe:
     """The recipe with the global batch that suits model, text, time and device, which is said."""
     from firth.train.distributed import SINGLE_PROCESS, select_device
 
     length, on_gpu = recipe.max_seq_length, select_device(SINGLE_PROCESS, recipe).type == "cuda"
     steps_set, num_devices = recipe.max_steps and not recipe.minutes, launched_devices()
-    tokens_read = 0.0 if steps_set else tokens_to_read(recipe, text_tokens)
+    tokens_read = 0.0 if steps_set else tokens_to_read(recipe, text_tokens, elapsed_seconds)
 
     def choose(devices: int, tokens: float) -> BatchChoice:
         run_length = {"max_steps": recipe.max_steps} if steps_set else {"tokens_read": tokens}
@@ -388,9 +397,9 @@ def with_chosen_batch(recipe: Recipe, text_tokens: int) -> Recipe:
     return replace(recipe, global_batch_tokens=choice.tokens)
 
 
-def adapt_to_passes(recipe: Recipe, text_tokens: int, keeps: Collection[str]) -> Recipe:
+def adapt_to_passes(recipe: Recipe, text_tokens: int, keeps: Collection[str], elapsed_seconds: float = 0.0) -> Recipe:
     """The recipe with what keeps a model from learning its text by heart, where the run reads it often; it is said."""
-    passes = count_passes(recipe, text_tokens)
+    passes = count_passes(recipe, text_tokens, elapsed_seconds)
     new = with_repeated_text(recipe, passes, text_tokens, keeps)
     if new.model != recipe.model:
         say(f"dropout: {new.model.dropout:g}, as the text is read {passes:.0f} times")
@@ -399,7 +408,7 @@ def adapt_to_passes(recipe: Recipe, text_tokens: int, keeps: Collection[str]) ->
     return new
 
 
-def count_passes(recipe: Recipe, text_tokens: int) -> float:
+def count_passes(recipe: Recipe, text_tokens: int, elapsed_seconds: float = 0.0) -> float:
     """How often a run reads its text. Rows of shards are counted, as a row also has special tokens and padding."""
     if not (recipe.minutes or recipe.max_steps):
         return recipe.num_train_epochs
@@ -408,22 +417,26 @@ def count_passes(recipe: Recipe, text_tokens: int) -> float:
         from firth.train.dataloader import open_recipe_shards
 
         text_tokens = count_rows(recipe, open_recipe_shards(recipe)) * recipe.max_seq_length
-    return tokens_to_read(recipe, text_tokens) / max(text_tokens, 1)
+    return tokens_to_read(recipe, text_tokens, elapsed_seconds) / max(text_tokens, 1)
 
 
-def tokens_to_read(recipe: Recipe, text_tokens: int) -> float:
-    """The tokens that a run reads, about: from its steps, its passes, or its minutes at an estimated speed."""
+def tokens_to_read(recipe: Recipe, text_tokens: int, elapsed_seconds: float = 0.0) -> float:
+    """The tokens that a run reads, about: from its steps, its passes, or its minutes at an estimated speed.
+
+    Of the minutes `elapsed_seconds` have gone, for a tokenizer and shards.
+    """
     from firth.train.batch_size import global_batch_rows
     from firth.train.distributed import SINGLE_PROCESS, select_device
     from firth.train.resources import estimate_tokens_per_second
 
     if recipe.minutes:
         from firth.lab.planner import CPU_START_SECONDS, GPU_START_SECONDS
+        from firth.train.replan import seconds_to_train
 
         device = select_device(SINGLE_PROCESS, recipe)
         speed = launched_devices() * estimate_tokens_per_second(recipe.model, recipe.max_seq_length, device)
         start = GPU_START_SECONDS if device.type == "cuda" else CPU_START_SECONDS
-        return max(60 * recipe.minutes - start, start) * speed
+        return seconds_to_train(recipe.minutes, elapsed_seconds + start) * speed
     if recipe.max_steps:
         rows = global_batch_rows(recipe, recipe.processes)
         return float(recipe.max_steps * rows * recipe.max_seq_length)

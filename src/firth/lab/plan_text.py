@@ -10,6 +10,7 @@ from typing import NamedTuple
 from firth.core.console import format_count, quiet, say
 from firth.core.errors import UserError
 from firth.core.files import format_bytes
+from firth.lab.plan_memory import tokenizing_bytes
 from firth.text import Corpus, Document
 from firth.tokens import MixedShards, ShardSet, Tokenizer, open_shards, prepare, train_tokenizer
 from firth.train.dataloader import make_row_dataset
@@ -27,6 +28,7 @@ class TextFacts(NamedTuple):
     unigram_entropy: float
     is_estimated: bool = False  # from a sample
     prepare_seconds: float = 0.0  # until it is tokenized
+    prepare_bytes: float = 0.0  # of memory, for that
 
 
 class TextSample(NamedTuple):
@@ -35,13 +37,16 @@ class TextSample(NamedTuple):
     shards: ShardSet
     scale: float  # the whole text over the sample, by bytes or rows; 1: the sample is all of it
     prepare_seconds: float  # that the whole text will take
+    prepare_bytes: float  # of memory, likewise
 
 
-def read_text_facts(recipe: Recipe, shards: ShardSet, scale: float = 1.0, prepare_seconds: float = 0.0) -> TextFacts:
+def read_text_facts(
+    recipe: Recipe, shards: ShardSet, scale: float = 1.0, prepare_seconds: float = 0.0, prepare_bytes: float = 0.0
+) -> TextFacts:
     """Return the facts of a text from its shards, or from those of a sample that is `1 / scale` of it."""
     counts = shards.num_tokens, shards.num_documents, count_rows(recipe, shards)
     tokens, documents, rows = (round(scale * count) for count in counts)
-    return TextFacts(tokens, documents, rows, shards.unigram_entropy, scale != 1.0, prepare_seconds)
+    return TextFacts(tokens, documents, rows, shards.unigram_entropy, scale != 1.0, prepare_seconds, prepare_bytes)
 
 
 def count_rows(recipe: Recipe, shards: ShardSet | MixedShards) -> int:
@@ -64,6 +69,7 @@ def sample_text(
     sample, times its size.
     """
     start, documents, characters, share = time.monotonic(), list[Document](), 0, 1.0
+    is_new = tokenizer is None
     with quiet():
         for document in corpus:
             documents.append(document)
@@ -76,11 +82,13 @@ def sample_text(
             tokenizer = train_tokenizer(texts, *new_tokenizer_args, normalize=corpus.cleaner.normalize)
         prepare(documents, tokenizer, folder / "sample", held_out)
     seconds = time.monotonic() - start
-    share = share or sum(document.num_bytes for document in documents) / measure_text(corpus)
+    sample_bytes, new_kind = sum(document.num_bytes for document in documents), new_tokenizer_args[0] if is_new else ""
+    share = share or sample_bytes / measure_text(corpus)
     scale = 1 / min(share, 1.0)
     if scale > 1:
         say(f"tokens are estimated from the first {SAMPLE_CHARS / 1e6:.0f}M characters, {share:.1%} of the text")
-    return TextSample(open_shards(folder / "sample"), scale, scale * seconds)
+    memory = tokenizing_bytes(scale * sample_bytes, new_kind)
+    return TextSample(open_shards(folder / "sample"), scale, scale * seconds, memory)
 
 
 def measure_text(corpus: Corpus) -> int:

@@ -8,7 +8,8 @@ rule answers a budget of passes or tokens, where time does not count.
 1. *Speed.* The seconds of a step are a line: seconds that do not depend on rows (the optimizer), and seconds per row. A
    matrix product estimates it for every shape. Then steps of the best shape and of its neighbours are timed, and the
    others are corrected by the ratio of the two, until the best one and its neighbours are timed.
-2. *Memory.* The bytes are a line too, from two traced steps (`train/batch_size.py`).
+2. *Memory.* The bytes are a line too, from two traced steps (`train/batch_size.py`). On a CPU they are a part of what
+   the process takes (`plan_memory.py`).
 3. *Settings.* Global batch and learning rate follow the rules of `recipes/pretraining.py`, at the speed of (1).
 
 A run with `minutes` keeps its time whatever is planned here: it times its own steps, and plans again while it works
@@ -21,6 +22,7 @@ import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from statistics import fmean
 from typing import Any, NamedTuple
 
 import torch
@@ -28,7 +30,16 @@ import torch
 from firth.core.console import format_count, format_duration, quiet, say
 from firth.core.errors import UserError
 from firth.core.files import format_bytes
+from firth.core.memory import peak_memory_bytes, process_memory_bytes, reset_peak_memory, return_freed_memory
 from firth.lab.expected_loss import ExpectedLoss, RunSize, find_law, read_loss_table
+from firth.lab.plan_memory import (
+    ALLOCATED_RATIO,
+    COMPILER_BYTES,
+    MAX_ALLOCATED_RATIO,
+    ProcessMemory,
+    counting_bytes,
+    examining_bytes,
+)
 from firth.lab.plan_text import TextFacts
 from firth.models import ModelConfig, count_parameters, flops_per_token
 from firth.models.presets import SHAPE_LADDER, shaped_model
@@ -46,7 +57,9 @@ from firth.train.batch_size import (
     rows_that_fit,
 )
 from firth.train.compute import choose_compute, choose_threads, limit_threads, thread_choices
+from firth.train.dataloader import make_held_out_dataset
 from firth.train.distributed import SINGLE_PROCESS, select_device
+from firth.train.held_out import make_evaluation
 from firth.train.pretrain import MIN_USEFUL_STEPS, time_pretraining
 from firth.train.recipe import Recipe
 from firth.train.replan import affordable_steps, limit_evaluations, seconds_to_train
@@ -63,8 +76,10 @@ MIN_RUN_STEPS = 50  # steps below which a size is not planned: the rate has hard
 MAX_TIMED_SHAPES = {"cpu": 5, "cuda": 3}  # on a GPU each is compiled first, up to a minute
 TIMED_TOKENS, MIN_TIMED_TOKENS = 2048, 256  # tokens of the smaller of two timed steps; the second for slow models
 MAX_TIMING_SECONDS, MAX_TIMING_SHARE = 20.0, 0.02  # of one size, about, and of the minutes: else with shorter steps
-TIMING_STEPS = 12  # as long as the smaller step, in all: traced and timed ones
-TIMED_STEPS = 2  # the fastest counts
+LARGER_STEP = 4  # times as many rows has the larger of two timed steps: a micro-batch of 8,192 tokens
+TIMING_STEPS = 20  # as long as the smaller step, in all: traced and timed ones
+TIMED_STEPS = 2  # of each of the two; their mean counts, as in the run
+SELF_TIMING_STEPS = 6  # that a run with minutes on a CPU takes before its first one, beside CPU_START_SECONDS
 ACTIVATION_BYTES = 64  # per layer, unit of width and token, where no step is traced: 16 numbers in float32
 GPU_STEP_SECONDS = 2e-3  # at least, of a step that is not timed: optimizer and launches
 GPU_LOADER_TOKENS = 4e6  # tokens per second that one process makes batches of (docs/results.md)
@@ -85,13 +100,15 @@ class StepCosts(NamedTuple):
     fixed_bytes: float
     row_bytes: float
     is_timed: bool
+    allocated_ratio: float = ALLOCATED_RATIO  # on a CPU: what a step takes of the process, over its tensors
+    eval_row_seconds: float = 0.0  # 0: not measured
 
     def step_seconds(self, rows: int) -> float:
         return self.fixed_seconds + self.row_seconds * rows
 
     def eval_seconds(self, rows: int) -> float:
-        """Seconds of an evaluation: a forward pass is a third of a step."""
-        return self.row_seconds * rows / 3
+        """Seconds of an evaluation. A forward pass is a third of a step, and the accuracy computes logits again."""
+        return (self.eval_row_seconds or self.row_seconds / 3) * rows
 
 
 @dataclass(frozen=True)
@@ -241,6 +258,7 @@ class Planner:
         self.corrections: dict[int, float] = {}  # by width: timed seconds per row over estimated ones
         self.flops = 0.0  # of a matrix product, measured once
         self.threads_chosen = False
+        self.library_bytes = 0  # of a process on a CPU, measured once
 
     # --- costs
 
@@ -291,9 +309,20 @@ class Planner:
             with quiet():
                 choose_threads(thread_choices(recipe, choose_compute(recipe)), lambda: time_rows(trial, rows))
             self.threads_chosen = True
-        fixed, row_seconds = fit_time(rows, *(time_rows(trial, n) for n in (rows, 2 * rows)))
-        fixed_bytes = step_bytes + self.fixed_bytes(recipe, with_gradients=False)
-        return StepCosts(fixed, row_seconds / self.num_devices, fixed_bytes, row_bytes, True)
+        trial.optimizer.zero_grad(set_to_none=True)
+        return_freed_memory()
+        counts_peak, before = reset_peak_memory(), process_memory_bytes()
+        resources = estimate_resources(trial.recipe.model, trial.recipe)
+        self.library_bytes = self.library_bytes or before - resources.checkpoint_bytes  # weights, optimizer state
+        large = LARGER_STEP * rows
+        fixed, row_seconds = fit_time(rows, *(time_rows(trial, n) for n in (rows, large)))
+        eval_row_seconds = time_evaluation(trial, self.shards, large)
+        fixed_bytes, ratio = step_bytes + self.fixed_bytes(recipe, with_gradients=False), ALLOCATED_RATIO
+        if counts_peak:
+            ratio = (peak_memory_bytes() - before) / (step_bytes + large * row_bytes)
+            ratio = min(max(ratio, 1.0), MAX_ALLOCATED_RATIO)
+        row_seconds, eval_row_seconds = (seconds / self.num_devices for seconds in (row_seconds, eval_row_seconds))
+        return StepCosts(fixed, row_seconds, fixed_bytes, row_bytes, True, ratio, eval_row_seconds)
 
     def time_compiled_row(self, recipe: Recipe, costs: StepCosts) -> float:
         """Return the seconds of a step over its rows on one GPU, compiled as the run will be."""
@@ -345,6 +374,8 @@ class Planner:
         if recipe.model.family != law.family:
             found["family"] = f"{law.family} was measured, not {recipe.model.family}"
         memory = costs.fixed_bytes + costs.row_bytes * self.micro_batch_rows(recipe, costs, rows)
+        if self.device(recipe).type == "cpu":
+            memory = self.process_memory(recipe, costs, memory).peak
         return PlannedRun(
             name,
             recipe,
@@ -360,6 +391,17 @@ class Planner:
             text.unigram_entropy,
         )
 
+    def process_memory(self, recipe: Recipe, costs: StepCosts, tensor_bytes: float) -> ProcessMemory:
+        """Return the memory of a run on a CPU whose weights, optimizer state and largest step are `tensor_bytes`."""
+        state, tokens, parameters = self.fixed_bytes(recipe, False), self.text.tokens, count_parameters(recipe.model)
+        return ProcessMemory(
+            libraries=self.library_bytes or process_memory_bytes(),
+            tokenizing=max(0.0, self.text.prepare_bytes - COMPILER_BYTES),
+            counting=counting_bytes(tokens) if recipe.warm_start == "ppmi" else 0.0,
+            training=state + costs.allocated_ratio * (tensor_bytes - state),
+            examining=examining_bytes(tokens, parameters),
+        )
+
     def law(self, recipe: Recipe) -> ExpectedLoss:
         objective = describe_objective(recipe.objective)["name"]
         return find_law(self.table, recipe.model.architecture, objective, self.device(recipe).type)
@@ -373,7 +415,7 @@ class Planner:
                 speed = rows * recipe.max_seq_length / costs.step_seconds(rows)
                 read: dict[str, Any] = {"tokens_read": self.tokens or recipe.num_train_epochs * self.text.tokens}
                 if recipe.minutes:
-                    read = {"tokens_read": max(self.seconds_left(recipe), 1.0) * speed}
+                    read = {"tokens_read": max(self.seconds_left(recipe, costs, rows), 1.0) * speed}
                 elif recipe.max_steps:
                     read = {"max_steps": recipe.max_steps}
                 on_gpu = self.device(recipe).type == "cuda"
@@ -386,19 +428,22 @@ class Planner:
             recipe = replace(recipe, learning_rate=rate)
         return recipe
 
-    def start_seconds(self, recipe: Recipe) -> float:
-        return GPU_START_SECONDS if self.device(recipe).type == "cuda" else CPU_START_SECONDS
+    def seconds_used(self, recipe: Recipe, costs: StepCosts, rows: int) -> float:
+        """Return the seconds from the command to the first step: a run with `minutes` times some steps itself."""
+        start = GPU_START_SECONDS
+        if self.device(recipe).type == "cpu":
+            start = CPU_START_SECONDS + SELF_TIMING_STEPS * costs.step_seconds(rows) * bool(recipe.minutes)
+        return self.elapsed_seconds + self.text.prepare_seconds + start
 
-    def seconds_left(self, recipe: Recipe) -> float:
+    def seconds_left(self, recipe: Recipe, costs: StepCosts, rows: int) -> float:
         """Return the seconds of `minutes` for steps and evaluations."""
-        used = self.elapsed_seconds + self.text.prepare_seconds + self.start_seconds(recipe)
-        return seconds_to_train(recipe.minutes, used)
+        return seconds_to_train(recipe.minutes, self.seconds_used(recipe, costs, rows))
 
     def count_steps(self, recipe: Recipe, costs: StepCosts, rows: int) -> tuple[int, float]:
         """Return the steps of a run, and its seconds from the command to its end."""
         step_seconds, eval_seconds = costs.step_seconds(rows), costs.eval_seconds(recipe.eval_rows)
         if recipe.minutes:
-            left = self.seconds_left(recipe)
+            left = self.seconds_left(recipe, costs, rows)
             num_evals = limit_evaluations(EVALS_PER_PRETRAINING, left, eval_seconds)
             steps = max(1, affordable_steps(left, step_seconds, eval_seconds, num_evals, recipe.eval_steps))
             steps = min(steps, recipe.max_steps or steps)
@@ -410,8 +455,7 @@ class Planner:
         if recipe.eval_steps:
             num_evals = math.ceil(steps / recipe.eval_steps)
         training = steps * step_seconds + num_evals * eval_seconds
-        used = self.elapsed_seconds + self.text.prepare_seconds + self.start_seconds(recipe)
-        return steps, used + training
+        return steps, self.seconds_used(recipe, costs, rows) + training
 
     def micro_batch_rows(self, recipe: Recipe, costs: StepCosts, rows: int) -> int:
         """Return the rows that a device computes at once, as `resolve_batch_size` will choose them."""
@@ -489,9 +533,11 @@ class Planner:
             if runs and parameters > self.max_parameters(recipe):
                 break
             run = self.plan_run(name, model)
-            free = available_memory(self.device(recipe))
-            if free and run.memory_bytes > free:
-                least = least or f"{name} takes {format_bytes(run.memory_bytes)}, and {format_bytes(free)} are free"
+            device = self.device(recipe)
+            free, held = available_memory(device), process_memory_bytes() if device.type == "cpu" else 0
+            if free and run.memory_bytes - held > free:
+                needed = format_bytes(run.memory_bytes - held)  # beyond what this process holds already
+                least = least or f"{name} takes {needed}, and {format_bytes(free)} are free"
                 break
             if runs and recipe.minutes and run.steps < MIN_RUN_STEPS and not run.costs.is_timed:
                 break
@@ -517,7 +563,7 @@ class Planner:
 
 
 def time_rows(trial: MemoryTrial, rows: int) -> float:
-    """Return the seconds of a step of this many rows: the shortest of a few. The trial has made steps before."""
+    """Return the seconds of a step of this many rows: the mean of a few. The trial has made steps before."""
     batch = trial.make_batch(rows)
 
     def timed() -> float:
@@ -525,20 +571,32 @@ def time_rows(trial: MemoryTrial, rows: int) -> float:
         train_step(trial.run, trial.runner, trial.optimizer, [batch], 0, 0.0).item()
         return time.monotonic() - start
 
-    return min(timed() for _ in range(TIMED_STEPS))
+    return fmean(timed() for _ in range(TIMED_STEPS))
+
+
+def time_evaluation(trial: MemoryTrial, shards: ShardSet, rows: int) -> float:
+    """Evaluate up to this many held-out rows, as the run will after steps of so many; return the seconds of a row."""
+    recipe = replace(trial.recipe, per_device_train_batch_size=rows, eval_rows=rows)
+    held_out = make_held_out_dataset(recipe, shards)
+    if held_out is None:
+        return 0.0
+    evaluate = make_evaluation(recipe, held_out, shards.tokenizer, trial.run.compute)
+    start = time.monotonic()
+    evaluate(trial.model)
+    return (time.monotonic() - start) / min(rows, held_out.num_rows)
 
 
 def fit_time(rows: int, small: float, large: float) -> tuple[float, float]:
-    """Return the seconds without any row, and those of a row, from steps of `rows` and of twice as many.
+    """Return the seconds without any row, and those of a row, from steps of `rows` and of `LARGER_STEP` times as many.
 
     Where a disturbance made the larger step the faster one, the line starts at 0.
 
-    >>> fit_time(8, 0.5, 0.9), fit_time(8, 0.5, 0.4)
-    ((0.1, 0.05), (0.0, 0.025))
+    >>> fit_time(8, 0.5, 1.7), fit_time(8, 0.5, 0.4)
+    ((0.1, 0.05), (0.0, 0.0125))
     """
-    row_seconds = (large - small) / rows
+    row_seconds = (large - small) / ((LARGER_STEP - 1) * rows)
     if row_seconds <= 0 or small < row_seconds * rows:
-        return 0.0, large / (2 * rows)
+        return 0.0, large / (LARGER_STEP * rows)
     return round(small - row_seconds * rows, 9), round(row_seconds, 9)
 
 
