@@ -336,6 +336,21 @@ def test_not_utf8(tmp_path: Path) -> None:
 
 WRONG: list[tuple[str, dict[str, Any], str]] = [
     ("regress", {"text": "a", "score": "abc"}, "column 'score' holds \"abc\", which is not a number."),
+    (
+        "regress",
+        {"text": "a", "score": "3,5"},
+        "column 'score' holds \"3,5\", which is not a number. Write numbers with a decimal point.",
+    ),
+    (
+        "tag",
+        {"tokens": "['Juma', 'left']", "tags": "O O"},
+        "column 'tokens' holds \"['Juma', 'left']\", a list as Python prints it. Write it as JSON (json.dumps).",
+    ),
+    (
+        "tag",
+        {"tokens": "['Juma' 'left']", "tags": "O O"},
+        "column 'tokens' holds \"['Juma' 'left']\", a list as Python prints it. Write it as JSON (json.dumps).",
+    ),
     ("regress", {"text": "a", "score": True}, "column 'score' holds true, which is not a number."),
     ("regress", {"text": "a", "score": "nan"}, "column 'score' holds \"nan\", which is not a number."),
     ("embed", {"text_a": "a", "text_b": "b", "label": "no"}, "column 'label' holds \"no\", which is not a number."),

@@ -51,7 +51,7 @@ UNREADABLE_EXTENSIONS = {
     **dict.fromkeys((".xls", ".xlsx", ".ods"), "Save it as .csv."),
     **dict.fromkeys((".zip", ".tar", ".tgz", ".7z", ".rar"), "Unpack it, and name its folder."),
     **dict.fromkeys((".json", ".ipynb"), 'Write one object a line, {"text": "..."}, as .jsonl.'),
-    **dict.fromkeys((".conll", ".bio", ".iob"), "It is labelled data: name a text."),
+    **dict.fromkeys((".conll", ".conllu", ".bio", ".iob"), "It is labelled data: name a text."),
 }
 READABLE_EXTENSIONS_TEXT = ", ".join(READABLE_EXTENSIONS)
 DOCUMENT_SPLIT_MODES = ("auto", "blank-line", "file")

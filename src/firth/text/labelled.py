@@ -32,7 +32,7 @@ from firth.text.records import (
     resolve_columns,
 )
 
-CONLL_EXTENSIONS = (".txt", ".conll", ".bio", ".iob")
+CONLL_EXTENSIONS = (".txt", ".conll", ".conllu", ".bio", ".iob")
 EXTRA_EXTENSIONS_BY_TASK = {"tag": CONLL_EXTENSIONS, "lm": (".txt",)}  # that a task accepts beside tables
 
 

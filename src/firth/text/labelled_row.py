@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from collections import defaultdict
 from collections.abc import Mapping
 from contextlib import suppress
@@ -17,6 +18,7 @@ from firth.text.records import get_column_value, preview_value
 
 LABEL_TYPE_NAMES = {str: "text", bool: "true or false", int: "number", float: "number"}  # JSON types of labels
 MAX_LISTED_ROWS = 3  # rows that a printed note names
+PYTHON_LIST = re.compile(r"""\[['"].*['"],?\]""", re.DOTALL)  # str() of a list or an array of texts
 
 
 @dataclass
@@ -143,7 +145,9 @@ class LabelledRow:
             with suppress(ValueError, OverflowError):
                 if math.isfinite(number := float(value)):
                     return number
-        raise self.column_error(role, f"holds {preview_value(value)}, which is not a number")
+        point = isinstance(value, str) and re.fullmatch(r"\s*[-+]?\d+,\d+\s*", value)
+        hint = ". Write numbers with a decimal point" if point else ""
+        raise self.column_error(role, f"holds {preview_value(value)}, which is not a number{hint}")
 
     def index(self, role: str) -> int | None:
         """Return an integer; a table's cell is parsed."""
@@ -167,6 +171,10 @@ class LabelledRow:
     def word_list(self, role: str) -> tuple[str, ...]:
         """Return a list of words or labels; a table's cell is JSON or separated by spaces."""
         value = parse_json_list(self.value(role))
+        if isinstance(value, str) and PYTHON_LIST.fullmatch(value.strip()):
+            raise self.column_error(
+                role, f"holds {preview_value(value)}, a list as Python prints it. Write it as JSON (json.dumps)"
+            )
         if isinstance(value, str):
             return tuple(value.split())
         if isinstance(value, list) and all(type(item) is str for item in value):

@@ -71,3 +71,26 @@ def test_mistakes_name_the_line(tmp_path: Path) -> None:
     assert refusal(path, columns={"tags": "5"}) == f"{path}:1: no column 5, there are 2."
     assert refusal(path, columns={"tags": "ner"}).startswith("--columns tags=ner: CoNLL columns have no names.")
     assert refusal(write(tmp_path / "c.txt", "\n\n")).endswith("no examples in this file.")
+
+
+CONLLU = """# text = Vámonos al mar.
+1-2\tVámonos\t_\t_\t_\t_\t_\t_\t_\t_
+1\tVamos\tir\tVERB\t_\t_\t0\troot\t_\t_
+2\tnos\tnosotros\tPRON\t_\t_\t1\tobj\t_\t_
+2.1\tya\tya\tADV\t_\t_\t_\t_\t_\t_
+3\tmar\tmar\tNOUN\tN\t_\t1\tobl\t_\tSpaceAfter=No
+"""
+
+
+@pytest.mark.parametrize("name", ["a.conllu", "a.conll"])
+def test_words_of_conllu_are_its_second_column(tmp_path: Path, name: str) -> None:
+    path = write(tmp_path / name, CONLLU)
+    words = ("Vamos", "nos", "mar")
+    assert read_labelled(path, "tag") == [Example(3, words, ("VERB", "PRON", "NOUN"))]
+    assert read_labelled(path, "tag", {"tags": "8"}) == [Example(3, words, ("root", "obj", "obl"))]
+
+
+def test_numbers_of_words_are_not_taken_for_words(tmp_path: Path) -> None:
+    path = write(tmp_path / "a.conll", "1\tAnn\tB-PER\n2\tleft\tO\n")
+    assert "a.conll:1: column 1 counts the words (1, 2 ...)" in refusal(path)
+    assert read_labelled(path, "tag", {"tokens": "1"})[0].texts == ("1", "2")

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from firth.core.console import format_count
+from firth.core.console import format_count, say
 from firth.core.errors import UserError
 from firth.text.records import read_record_lines
 
 DOCSTART_MARKER = "-DOCSTART-"
+CONLLU_WIDTH, CONLLU_WORD, CONLLU_TAG = 10, 2, 4  # columns: of a line, the one of words, the one of parts of speech
+CONLLU_ID = re.compile(r"\d+(?:[-.]\d+)?")  # 1, a multiword token 1-2, an empty node 8.1
 
 
 def read_conll_records(
@@ -19,16 +22,23 @@ def read_conll_records(
     """Yield the sentences, each with the number of its first line.
 
     The first column is the word and the last its tag; `columns={"tokens": "2", "tags": "4"}` selects others, counted
-    from 1. Tabs or spaces separate columns. Comments and `-DOCSTART-` are skipped. Without `require_labels` a file may
-    have words only.
+    from 1. Tabs or spaces separate columns. Comments and `-DOCSTART-` are skipped. Of CoNLL-U, ten columns that begin
+    with the number of the word, the defaults are the word and its universal part of speech; lines of multiword tokens
+    and empty nodes are skipped. Without `require_labels` a file may have words only.
     """
     token_column, tag_column = parse_column_number(columns, "tokens", 1), parse_column_number(columns, "tags", 0)
-    width, start = 0, 0
+    width, first, start, is_conllu = 0, 0, 0, False
     words: list[str] = []
     tags: list[str] = []
     known_tags: set[str] = set()
 
     def sentence() -> dict[str, Any]:
+        is_default = start == first and columns["tokens"] == "tokens"
+        if is_default and len(words) > 1 and words == [str(i + 1) for i in range(len(words))]:
+            raise UserError(
+                f"{path}:{start}: column 1 counts the words (1, 2 ...). Name the columns of words and tags by their "
+                "numbers: --columns tokens=2,tags=3."
+            )
         return {columns["tokens"]: list(words), **({columns["tags"]: list(tags)} if tags else {})}
 
     for number, line in enumerate(read_record_lines(path, encoding), 1):
@@ -43,11 +53,18 @@ def read_conll_records(
             continue
         if not width:
             width, first = len(cells), number
+            is_conllu = width == CONLLU_WIDTH and CONLLU_ID.fullmatch(cells[0]) is not None
+            if is_conllu:
+                token_column = parse_column_number(columns, "tokens", CONLLU_WORD)
+                tag_column = parse_column_number(columns, "tags", CONLLU_TAG)
+                say(f"{path}: CoNLL-U, with the words of column {token_column} and the tags of column {tag_column}")
             check_conll_columns(width, token_column, tag_column, require_labels, f"{path}:{number}")
         elif len(cells) != width:
             hint = "" if require_labels else " It was read as CoNLL; for raw sentences use `firth predict`."
             columns_found = format_count(len(cells), "column")
             raise UserError(f"{path}:{number}: {columns_found}, but line {first} has {width}.{hint}")
+        if is_conllu and not cells[0].isdecimal():
+            continue
         word = cells[token_column - 1]
         if not word.strip():
             raise UserError(f"{path}:{number}: no word in column {token_column}. Fill it in, or delete the line.")
