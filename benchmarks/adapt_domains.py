@@ -190,7 +190,7 @@ def result_row(job: Job, found: dict[str, Any]) -> tuple[str, ...]:
 
 
 def parse_options(arguments: Sequence[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--data", type=Path, required=True, help="folder with text/, classification/ and seq2seq/")
     parser.add_argument("--quick", action="store_true", help="one minute of pretraining, 10 MB of English, one seed")
     parser.add_argument("--architectures", default="encoder,decoder")

@@ -75,7 +75,7 @@ def measure(
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("model", help="a preset")
     parser.add_argument("--batch-size", type=int, default=32, help="rows per step (32)")
     parser.add_argument("--length", type=int, default=128, help="tokens per row (128)")

@@ -122,7 +122,7 @@ def measure(rows: int, layer: Layer, tries_tiles: bool) -> list[tuple[str, float
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rows", type=int, nargs="+", default=[1, 64], help="rows of the batch (1 64)")
     parser.add_argument("--model", choices=MODELS, default="gpt2", help="whose layers (gpt2)")
     parser.add_argument("--tiles", action="store_true", help="try other tile sizes too")

@@ -119,7 +119,7 @@ def format_row(found: Mapping[str, Any]) -> tuple[str, ...]:
 
 
 def parse_options(arguments: Sequence[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("checkpoint", help="a pretrained checkpoint")
     parser.add_argument("overrides", nargs="*", metavar="KEY=VALUE", help="recipe fields of all runs")
     parser.add_argument(

@@ -293,7 +293,7 @@ METRICS = {"classify": "accuracy", "span-qa": "f1"}
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--checkpoint", required=True, help="a BERT checkpoint that both sides start from")
     parser.add_argument("--sst2", nargs=2, metavar=("TRAIN", "DEV"), help="files of SST-2 (none: skip it)")
     parser.add_argument("--squad", nargs=2, metavar=("TRAIN", "DEV"), help="files of SQuAD (none: skip it)")
@@ -320,18 +320,21 @@ def main(argv: Sequence[str] | None = None) -> None:
         if not files:
             continue
         batch_size = args.batch_size if task == "classify" else max(1, args.batch_size // 2)
-        settings = (
-            length,
-            batch_size,
-            args.steps,
-            args.learning_rate,
-            args.seeds,
-            args.compile,
-            compile_modes[0],
-            gpu,
-            overrides,
+        bench = BenchmarkTask(
+            checkpoint=args.checkpoint,
+            task=task,
+            train=files[0],
+            dev=files[1],
+            length=length,
+            batch_size=batch_size,
+            steps=args.steps,
+            learning_rate=args.learning_rate,
+            seeds=args.seeds,
+            compile_ours=args.compile,
+            compiled=compile_modes[0],
+            bf16=gpu,
+            overrides=overrides,
         )
-        bench = BenchmarkTask(args.checkpoint, task, *files, *settings)
         sides[task] = []
         for run in (
             partial(run_ours, bench),

@@ -77,7 +77,7 @@ def write_page(title: str, speeds_by_length: dict[int, list[Speed]], path: str) 
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", default="bert-base", help="preset of an encoder or a decoder (bert-base)")
     parser.add_argument("--lengths", default=LENGTHS, help=f"row lengths in tokens ({LENGTHS})")
     parser.add_argument("--tokens", type=int, default=32768, help="tokens per step, at every length (32768)")

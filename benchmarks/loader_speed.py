@@ -50,7 +50,7 @@ def measure(shards: ShardSet, name: str, steps: int) -> list[float]:
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("shards", help="folder that `firth prepare` wrote")
     parser.add_argument(
         "--workload", action="append", choices=WORKLOADS, help="a workload; repeat the option for several (all)"

@@ -99,7 +99,7 @@ def make_datasketch_fn() -> Callable[[str], bool]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--originals", type=int, default=5000, help="number of originals; each gets a copy (5000)")
     parser.add_argument("--words", type=int, default=200, help="mean number of words of a text (200)")
     args = parser.parse_args()

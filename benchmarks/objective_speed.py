@@ -268,7 +268,7 @@ def table_rows(speeds: Sequence[Speed]) -> list[tuple[str, ...]]:
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument(
         "--objective",
         action="append",

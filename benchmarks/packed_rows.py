@@ -73,7 +73,7 @@ def measure(tokenizer: Tokenizer, task: str, file: str, length: int, batch_size:
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--tokenizer", required=True, help="folder of a WordPiece tokenizer")
     parser.add_argument("--batch-size", type=int, default=32, help="examples per batch (32)")
     parser.add_argument("--examples", type=int, default=8000, help="read at most N examples of each file (8000)")

@@ -12,7 +12,9 @@ from typing import TypeVar
 
 import torch
 
-Key, Input, Result = TypeVar("Key"), TypeVar("Input"), TypeVar("Result")
+Key = TypeVar("Key")
+Input = TypeVar("Input")
+Result = TypeVar("Result")
 
 
 def run_parallel(

@@ -528,7 +528,7 @@ def score_lines(cells: Mapping[tuple[str, str, str], Cell], args: argparse.Names
 
 def format_cell(cell: Cell | None) -> str:
     """
-    >>> written(Cell(81.25, 1.5, 3, 1))
+    >>> format_cell(Cell(81.25, 1.5, 3, 1))
     '81.2 ± 1.5 (1 failed)'
     """
     if cell is None:

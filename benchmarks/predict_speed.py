@@ -147,7 +147,7 @@ def measure(task: str, texts: Sequence[str], folder: Path, batch_sizes: Sequence
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--classify", help="labelled file for classify: text, label (documentation of packages)")
     parser.add_argument("--tag", help="labelled file for tag: tokens, tags (documentation of packages)")
     parser.add_argument("--model", default="bert-base", help="preset of the model (bert-base)")

@@ -22,7 +22,7 @@ import firth
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--teacher", help="checkpoint to fine-tune as the teacher")
     parser.add_argument("--finetuned-teacher", help="a teacher that is fine-tuned already")
     parser.add_argument("--student", required=True, help="checkpoint of the student")

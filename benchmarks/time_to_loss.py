@@ -414,7 +414,7 @@ def finetune_theirs(args: argparse.Namespace, checkpoint: Path, folder: Path) ->
 
 
 def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--shards", required=True, help="folder that `firth prepare` wrote, with held-out documents")
     parser.add_argument("--seconds", type=float, default=165.0, help="seconds of training on each side (165)")
     parser.add_argument(

@@ -624,7 +624,7 @@ def run_ablations(
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     all_names = [*WORKLOADS, "documents"]
     parser.add_argument(
         "--workload",

@@ -1096,3 +1096,25 @@ def test_a_rank_of_many_takes_a_step_without_the_others() -> None:
         training = fsdp.TrainingConfig(max_seq_length=32, compile=False, parallel=way, optim="muon")
         counted[way] = fsdp.measure_memory("gpt2", gpt2(1, 16, 2, 200), training, size=16, rows=2).counted_gb
     assert counted["ddp"] == pytest.approx(8 * counted["hsdp"]) == pytest.approx(16 * counted["fsdp"])
+
+
+# --- all of them
+
+
+@pytest.mark.parametrize("name", sorted(file.stem for file in FOLDER.glob("*.py") if file.stem != "parallel_runs"))
+def test_each_script_explains_itself(
+    name: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Its imports and its options still exist, and `--help` says what it measures."""
+    try:
+        module = script(name)
+    except ModuleNotFoundError as e:
+        if str(e.name).partition(".")[0] in ("firth", *(file.stem for file in FOLDER.glob("*.py"))):
+            raise
+        pytest.skip(f"{e.name} is not installed")
+    monkeypatch.setattr(sys, "argv", [f"{name}.py", "--help"])
+    with pytest.raises(SystemExit, match="0"):
+        module.main()
+    printed = capsys.readouterr().out
+    assert printed.startswith(f"usage: {name}.py")
+    assert str(module.__doc__).strip() in printed
