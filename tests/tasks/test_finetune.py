@@ -50,7 +50,13 @@ from firth.tasks import (
     read_predictions,
     write_predictions,
 )
-from firth.tasks.finetune_data import FinetuneData, sample_stratified, select_train_examples, warn_about_overlap
+from firth.tasks.finetune_data import (
+    FinetuneData,
+    check_labels,
+    sample_stratified,
+    select_train_examples,
+    warn_about_overlap,
+)
 from firth.tasks.finetune_job import encode_finetune_data
 from firth.tasks.head_task import HeadTask
 from firth.tasks.results import (
@@ -192,6 +198,19 @@ def test_mixed_kinds_of_tags_raise(checkpoint_of: Checkpoints, tmp_path: Path) -
     with pytest.raises(UserError, match="tags of two kinds"):
         finetune(recipe(checkpoint_of("bert"), files, tmp_path / "run", task="tag"))
     assert not (tmp_path / "run").exists()
+
+
+def test_labels_that_are_spelled_in_several_ways_are_reported(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    examples = [
+        Example(i, ("a text",), label) for i, label in enumerate((" Pos", "pos", "caf\u00e9", "cafe\u0301", "x"))
+    ]
+    check_labels(examples, examples, FinetuneRecipe(train="train.csv", dev="dev.csv"))
+    said = " ".join(capsys.readouterr().err.split())
+    assert "train.csv: ' Pos', 'pos', 'cafe\u0301', 'caf\u00e9': labels that differ in capitals" in said
+    check_labels(examples[1:3], examples[1:3], FinetuneRecipe(train="train.csv", dev="dev.csv"))
+    assert capsys.readouterr().err == ""
 
 
 def test_fractional_labels_and_too_many_shots_are_reported(

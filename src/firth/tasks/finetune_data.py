@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import unicodedata
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -112,8 +113,16 @@ def check_several_tags(train: Sequence[Example], path: str) -> None:
 
 
 def check_labels(train: Sequence[Example], dev: Sequence[Example], recipe: FinetuneRecipe) -> None:
-    """Raise if dev has a label that train lacks. Warn about labels that only train has."""
+    """Raise if dev has a label that train lacks. Warn about labels that only train has, and labels spelled twice."""
     labels = sorted({e.target for e in train})
+    spellings = defaultdict[str, list[str]](list)
+    for label in labels:
+        spellings[unicodedata.normalize("NFC", label).strip().lower()].append(label)
+    if twice := [label for same in spellings.values() if len(same) > 1 for label in same]:
+        warn(
+            f"{recipe.train}: {list_names(map(quote, twice), 10)}: labels that differ in capitals, spaces or forms of "
+            "characters alone, each a class of its own. Write each label in one way."
+        )
     if len(labels) < 2:
         label = quote(labels[0])
         raise UserError(f"{recipe.train}: every example has the label {label}; classification needs two or more.")
