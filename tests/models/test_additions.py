@@ -100,7 +100,7 @@ def test_the_cache_gives_the_same_states(make: Any) -> None:
     torch.testing.assert_close(torch.cat(found, 1), wanted, atol=1e-5, rtol=1e-5)
 
 
-@pytest.mark.parametrize("name", [*ALL, "norm_outputs"])
+@pytest.mark.parametrize("name", ALL)
 def test_the_fused_decoding_of_a_gpu_leaves_them_to_the_blocks(name: str) -> None:
     plain = llama(4, 32, 2, 64, 64)
     assert can_fuse_decode(make_model(plain).stack)  # type: ignore[arg-type]
