@@ -222,7 +222,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     if argv[:1] == ["--side"]:
         run_side(*argv[1:])
         return
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("text", help="a text file, plain or compressed")
     parser.add_argument("--kind", default="wordpiece", help="kind of the tokenizer (wordpiece)")
     parser.add_argument(
@@ -262,7 +262,7 @@ def report(options: Any, sides: list[dict[str, Any]], rows: list[dict[str, Any]]
                 f"{s['tokens_per_second'] / 1e3:,.0f}",
                 f"{s['cpu_seconds']:.1f}",
                 f"{s['memory'] / 1e6:,.0f}",
-                f"{s['ours_is_faster']:.2f} ({min(s['ratios']):.2f} to {max(s['ratios']):.2f})",
+                f"{s['speedup']:.2f} ({min(s['ratios']):.2f} to {max(s['ratios']):.2f})",
             )
             for s in sides
         ],
