@@ -97,16 +97,18 @@ def last_line(run: Path) -> dict[str, Any]:
     return next(found, {})
 
 
-def tokens_per_second(run: Path, seconds: float) -> float:
+def tokens_per_second(run: PausedProcess, seconds: float) -> float:
     """Return the speed of a run between two lines of its log at least `seconds` apart."""
 
     def next_line(tokens: int) -> tuple[float, int]:
-        while (line := last_line(run)).get("tokens", 0) <= tokens:
+        while (line := last_line(run.folder)).get("tokens", 0) <= tokens:
+            if run.process.poll() is not None:
+                raise SystemExit(f"{run.model} ended before it was timed: {read_messages(run)}")
             time.sleep(POLL_SECONDS)
         return time.monotonic(), line["tokens"]
 
     time.sleep(SETTLE_SECONDS)
-    start, first = next_line(last_line(run).get("tokens", 0))
+    start, first = next_line(last_line(run.folder).get("tokens", 0))
     now, tokens = next_line(first)
     while now - start < seconds:
         now, tokens = next_line(tokens)
@@ -115,9 +117,14 @@ def tokens_per_second(run: Path, seconds: float) -> float:
 
 def time_run(run: PausedProcess, seconds: float) -> float:
     run.process.send_signal(signal.SIGCONT)
-    speed = tokens_per_second(run.folder, seconds)
+    speed = tokens_per_second(run, seconds)
     stop(run.process)
     return speed
+
+
+def read_messages(one: PausedProcess) -> str:
+    """Return the end of what a process wrote to stderr."""
+    return Path(f"{one.folder}.txt").read_text(encoding="utf-8")[-2000:]
 
 
 def stop(process: subprocess.Popen[str]) -> None:
@@ -136,8 +143,7 @@ def wait_for_all(processes: Sequence[PausedProcess], stops: bool) -> None:
             pending.remove(one)
         for one in pending:
             if one.process.poll() is not None or time.monotonic() - start > START_TIMEOUT_SECONDS:
-                stderr = Path(f"{one.folder}.txt").read_text(encoding="utf-8")[-2000:]
-                raise SystemExit(f"{one.model} ended or timed out before it was ready: {stderr}")
+                raise SystemExit(f"{one.model} ended or timed out before it was ready: {read_messages(one)}")
         time.sleep(POLL_SECONDS)
 
 
