@@ -192,7 +192,7 @@ def measure(
                 seconds[side].append(time_repeat(generate_fn, workload, repeat, tokens))
             bar.advance()
     if profiles:
-        show_profile(name, model, sides[OURS], random_prompts(workload, 0))
+        show_profile(name, model, tokens, choice, random_prompts(workload, 0))
     return summarize_sides(name, workload, tokens, seconds, warmup)
 
 
@@ -220,7 +220,7 @@ def measure_separately(
         model = model.bfloat16() if device.type == "cuda" else model
         time_side(name, OURS, our_generate_fn(model, tokens, choice))
         if profiles:
-            show_profile(name, model, our_generate_fn(model, tokens, choice), random_prompts(WORKLOADS[name], 0))
+            show_profile(name, model, tokens, choice, random_prompts(WORKLOADS[name], 0))
     for name in names:
         model, theirs = make_sides(WORKLOADS[name], device)
         check_same_tokens(name, WORKLOADS[name], model, theirs, device)
@@ -236,12 +236,12 @@ def summarize_sides(
     return [summarize(name, side, workload.batch_size * tokens, times, timed[THEIRS]) for side, times in timed.items()]
 
 
-def show_profile(name: str, model: Model, generate_fn: GenerateFn, prompts: np.ndarray) -> None:
+def show_profile(name: str, model: Model, tokens: int, choice: dict[str, Any], prompts: np.ndarray) -> None:
     """Print the time of the prompt, the time of a decode step on the GPU, and the kernels of a step."""
     start = time.perf_counter()
-    our_generate_fn(model, 1)(prompts)
+    our_generate_fn(model, 1, choice)(prompts)
     first = time.perf_counter() - start
-    generate_fn(prompts)
+    our_generate_fn(model, tokens, choice)(prompts)
     decode = kept_decodes[model]
     begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
     begin.record()
@@ -275,7 +275,7 @@ def table_row(s: Speed) -> tuple[str, ...]:
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument(
         "--workload",
         action="append",
