@@ -43,7 +43,8 @@ the batch, the vocabulary and the size that they choose; the same with decoder a
     $P --output-dir TEN --shape encoder --passes 10 --steps pretraining --time-limit 9    # 5 minutes for each seed
     $P --output-dir TEN --shape encoder --passes 10 --jobs 5 --time-limit 9
 
-`--dry-run` lists the runs, what is left of each, and how long that takes where such steps have been timed.
+`--dry-run` lists the runs, what is left of each, and how long that takes where such steps have been timed, or have
+their minutes.
 """
 
 from __future__ import annotations
@@ -455,10 +456,10 @@ def describe_runs(runs: Sequence[Run], jobs: int) -> None:
     """Print the runs, what is left of each, and how long that takes as far as such steps have been timed."""
     rows = [(run.folder.name, " ".join(run.fields), ", ".join(run.steps_left) or "done") for run in runs]
     show_table("Runs", ["run", "fields", "left"], rows)
-    seconds, left = step_seconds(runs), [step for run in runs for step in run.steps_left]
-    timed = [seconds[step] for step in left if step in seconds]
-    steps = format_count(len(timed), "step")
-    say(f"{steps} of the {len(left)} that are left: about {format_duration(sum(timed) / jobs)}, {jobs} at a time")
+    left = [expect_seconds(Job(run, step), runs) for run in runs for step in run.steps_left]
+    known = [seconds for seconds in left if seconds]
+    steps = format_count(len(known), "step")
+    say(f"{steps} of the {len(left)} that are left: about {format_duration(sum(known) / jobs)}, {jobs} at a time")
 
 
 def main(argv: Sequence[str] | None = None) -> None:

@@ -440,6 +440,21 @@ def test_both_sides_read_the_same_tokens(corpus_file: Path, tmp_path: Path) -> N
     assert text.process_tree_memory(text.os.getpid()) > 10**6
 
 
+def test_the_speed_of_text_is_printed(
+    corpus_file: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    text, seconds = script("text_speed"), {"firth prepare": 2.0, "encode_batch": 3.0, "datasets.map": 8.0}
+
+    def fake(command: list[str], workers: int) -> tuple[dict[str, Any], int]:
+        return {"tokens": 1000, "seconds": seconds[command[3]], "cpu": 1.0}, 10**6
+
+    monkeypatch.setattr(text, "run_process", fake)
+    text.main([str(corpus_file), "--repeats", "2", "--workers", "1", "--memory-text", "0", "--json"])
+    facts = json.loads(capsys.readouterr().out.splitlines()[-1])
+    assert [side["speedup"] for side in facts["sides"]] == [1.0, 1.5, 4.0]
+    assert {row["length"] for row in facts["rows"]} == {128, 512}
+
+
 # The speed of word vectors
 
 
@@ -672,6 +687,17 @@ def test_a_default_run_beside_the_step_alone(
     assert all(words[:3] == ["-m", "firth", "pretrain"] for words in started[:2])
     options = {word for words in started[:2] for word in words if word.startswith("--")}
     assert options == {"--data", "--output-dir", "--max-steps"}, "the run chooses the rest"
+
+
+def test_a_run_that_has_ended_is_not_waited_for(bench: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    script("train_speed")
+    default_run = script("default_run")
+    monkeypatch.setattr(default_run, "SETTLE_SECONDS", 0.0)
+    process = default_run.start_process(["-c", "raise SystemExit('no memory')"], tmp_path / "run")
+    process.communicate()
+    run = default_run.PausedProcess("toy", process, tmp_path / "run", bool)
+    with pytest.raises(SystemExit, match="toy ended before it was timed: no memory"):
+        default_run.tokens_per_second(run, 0.1)
 
 
 def test_the_step_alone_is_timed(
@@ -996,6 +1022,8 @@ def test_ablations_keep_a_time_limit_and_go_on(
     words[words.index(str(work))] = str(tmp_path / "timed")
     ablations.main([*words, "--minutes", "9", "--time-limit", "8.9"])
     assert computed[6:] == [], "a run of nine minutes takes nine minutes"
+    ablations.main([*words, "--minutes", "9", "--dry-run"])
+    assert "2 steps of the 6 that are left: about 18m00s, 1 at a time" in capsys.readouterr().err
 
 
 def test_mistakes_of_ablations_are_explained(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
