@@ -411,10 +411,10 @@ def scale_paper_law(runs: Sequence[ScalingRun], c_share: float | None = None) ->
         if laws
     }
     error = np.abs(np.log([law.loss(*run[:3]) / run.loss for run in runs])).mean()
-    ranges = [
+    parameters, tokens, passes = (
         (float(values.min()), float(values.max())) for values in (table[:, 0], table[:, 1], table[:, 1] / table[:, 2])
-    ]
-    return ScalingFit(law, intervals, *ranges, float(error))
+    )
+    return ScalingFit(law, intervals, parameters, tokens, passes, float(error))
 
 
 def published_runs(architecture: str) -> list[ScalingRun]:

@@ -101,7 +101,7 @@ def score_minimal_pairs(checkpoint: Path, data: Path, output: Path) -> dict[str,
 
 
 def parse_options(arguments: Sequence[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("architecture", choices=PRESETS)
     parser.add_argument("overrides", nargs="*", metavar="KEY=VALUE", help="fields of the pretraining recipe")
     parser.add_argument("--model", default="", help="a preset of this architecture instead of bert, gpt2 or t5.1.1")
@@ -167,7 +167,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
             for arm in ARMS
         }
         rows, scores = [], defaultdict[str, dict[str, Any]](dict)
-        say(f"pretrained after {time.monotonic() - start:.0f} s, held-out loss {pretrained['eval_loss']:.3f}")
+        loss = "none" if pretrained["eval_loss"] is None else f"{pretrained['eval_loss']:.3f}"
+        say(f"pretrained after {time.monotonic() - start:.0f} s, held-out loss {loss}")
         if pairs := score_minimal_pairs(final, options.data, Path(folder) / "blimp"):
             scores["blimp"] = pairs
             rows.append(
@@ -192,7 +193,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     flops = flops_per_token(config, 128)
     title = (
         f"{options.architecture}, {pretrained['parameters']:,} parameters, {flops / 1e6:,.0f} MFLOPs per token, "
-        f"held-out loss {pretrained['eval_loss']:.3f} after {pretrained['tokens']:,} tokens"
+        f"held-out loss {loss} after {pretrained['tokens']:,} tokens"
     )
     show_table(title, ("task", "score", "pretrained", "from scratch", "gain"), rows)
     say(f"{time.monotonic() - start:.0f} s in all")
