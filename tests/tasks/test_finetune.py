@@ -200,6 +200,16 @@ def test_mixed_kinds_of_tags_raise(checkpoint_of: Checkpoints, tmp_path: Path) -
     assert not (tmp_path / "run").exists()
 
 
+@pytest.mark.parametrize("constant", ["train", "dev"])
+def test_equal_scores_raise(checkpoint_of: Checkpoints, tmp_path: Path, constant: str) -> None:
+    files = {"train": tmp_path / "train.csv", "dev": tmp_path / "dev.csv"}
+    for name, path in files.items():
+        path.write_text(f"text,score\nthe cat,3\nthe dog,{3 if name == constant else 4}\n")
+    with pytest.raises(UserError, match=f"{constant}.csv: every example has the score 3;"):
+        finetune(recipe(checkpoint_of("bert"), files, tmp_path / "run", task="regress"))
+    assert not (tmp_path / "run").exists()
+
+
 def test_labels_that_are_spelled_in_several_ways_are_reported(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import re
+import shlex
 import textwrap
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -294,7 +295,7 @@ def print_seeds(result: Mapping[str, Any], dev: str, output_dir: str) -> None:
     show_table(f"{result['task']} on {dev}", names, cells)
     print_distillation(result)
     name = f"--task {next(iter(result['tasks']))} " if result.get("tasks") else ""
-    next_command = f"firth predict {output_dir}/final {name}..."
+    next_command = f"firth predict {shlex.quote(f'{output_dir}/final')} {name}..."
     say(f"The model is {output_dir}/final, the report {result['report']}; next: {next_command}")
 
 

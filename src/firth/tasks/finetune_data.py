@@ -59,6 +59,9 @@ def read_task_data(recipe: FinetuneRecipe) -> FinetuneData:
         check_labels(train, dev, recipe)
     if recipe.task == "tag":
         check_several_tags(train, recipe.train)
+    if recipe.task == "regress":
+        check_several_scores(train, recipe.train)
+        check_several_scores(dev, recipe.dev)
     if recipe.task == "tag" and are_span_tags([e.target for e in train]) != are_span_tags([e.target for e in dev]):
         raise UserError(
             f"{recipe.train} and {recipe.dev} have tags of two kinds: one marks spans (O, B-PER, I-PER), the other "
@@ -109,6 +112,16 @@ def check_several_tags(train: Sequence[Example], path: str) -> None:
         raise UserError(
             f"{path}: every word has the tag {quote(tags.pop())}; tagging needs two or more. Are the tags in another "
             "column (--columns tags=N)?"
+        )
+
+
+def check_several_scores(examples: Sequence[Example], path: str) -> None:
+    """Raise if all scores of several examples are the same: nothing can be learned, and no correlation computed."""
+    scores = {e.target for e in examples}
+    if len(scores) == 1 < len(examples):
+        raise UserError(
+            f"{path}: every example has the score {scores.pop():g}; regression needs two or more. Are the scores in "
+            "another column (--columns score=NAME)?"
         )
 
 
