@@ -173,7 +173,12 @@ class TextToTextTask:
 
     @property
     def notices(self) -> list[str]:
-        return [*self.source_tokenizer.truncation_notices("text"), *self.answer_tokenizer.truncation_notices("answer")]
+        remedy = "the model learns to stop there. --max-target-length allows longer ones."
+        cut_answers = self.answer_tokenizer.truncation_notices("answer")
+        return [
+            *self.source_tokenizer.truncation_notices("text"),
+            *(f"{notice.removesuffix('.')}: {remedy}" for notice in cut_answers),
+        ]
 
     def configure_model(self, config: ModelConfig) -> ModelConfig:
         return replace(config, head=head_for_task(config, "text-to-text"))
