@@ -231,8 +231,10 @@ def test_truncated_examples_are_counted() -> None:
     task.encode([Example(0, ("cat " * 30,), "dog " * 9), Example(1, ("cat",), "dog")])
     assert task.notices == [
         "1 text was longer than 10 tokens, and cut.",
-        "1 answer was longer than 4 tokens, and cut: the model learns to stop there. --max-target-length allows "
-        "longer ones.",
+        (
+            "1 answer was longer than 4 tokens, and cut: a model that learns them stops there. Fine-tune with "
+            "--max-target-length for longer ones."
+        ),
     ]
 
 

@@ -173,7 +173,7 @@ class TextToTextTask:
 
     @property
     def notices(self) -> list[str]:
-        remedy = "the model learns to stop there. --max-target-length allows longer ones."
+        remedy = "a model that learns them stops there. Fine-tune with --max-target-length for longer ones."
         cut_answers = self.answer_tokenizer.truncation_notices("answer")
         return [
             *self.source_tokenizer.truncation_notices("text"),
