@@ -13,7 +13,6 @@ import argparse
 import json
 import math
 import os
-import resource
 import statistics
 import subprocess
 import sys
@@ -23,6 +22,7 @@ from typing import Any
 from tokenizers import models, trainers
 
 from firth.core.console import show_table
+from firth.core.memory import peak_memory_bytes
 from firth.text import Corpus
 from firth.tokens.builders import SplitOptions, build_untrained
 from firth.tokens.train import build_word_splitter, read_vocab_layout, train_tokenizer
@@ -53,7 +53,7 @@ def run_side(side: str, paths: list[str], held_out: str, vocab_size: int) -> dic
     num_bytes = sum(len(text.encode()) for text in documents)
     return {
         "seconds": seconds,
-        "memory": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
+        "memory": peak_memory_bytes(),
         "bytes_per_token": num_bytes / len(tokens),
         "bits_per_byte": sum(-scores.get(t, -UNKNOWN_NATS) for t in tokens) / num_bytes / math.log(2),
     }
