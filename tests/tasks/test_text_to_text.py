@@ -238,6 +238,19 @@ def test_truncated_examples_are_counted() -> None:
     ]
 
 
+@pytest.mark.parametrize(
+    ("family", "num_words", "length"),
+    [("t5", 3, 32), ("t5", 60, 62), ("t5", 900, 128), ("gpt2", 60, 16)],  # this GPT-2 has 32 positions
+)
+def test_answers_may_be_as_long_as_those_of_train(family: str, num_words: int, length: int) -> None:
+    known = [*examples(), Example(12, ("cat",), " ".join(["dog"] * num_words))]
+    task, _ = made(family, known, max_target_length=0, max_seq_length=512)
+    assert task.metadata()["max_target_length"] == length
+    task.encode(known)
+    assert (task.answer_tokenizer.num_truncated == 0) == (num_words + 2 <= length)
+    assert made(family, known)[0].metadata()["max_target_length"] == 8, "what a person sets stays"
+
+
 def test_an_untuned_decoder_continues_the_prompt() -> None:
     config, tokenizer = parts("gpt2")
     task = make_task("text-to-text", {}, tokenizer, config)

@@ -19,7 +19,14 @@ from firth.metrics import compute_metrics
 from firth.metrics.fields import parse_object
 from firth.models import Model, ModelConfig
 from firth.tasks.task import Prediction, batch_indices_by_length
-from firth.tasks.text_to_text import AnswerConfig, Seq2SeqExample, TextToTextTask, decoding_model
+from firth.tasks.text_to_text import (
+    NUM_ANSWER_SPECIAL_TOKENS,
+    AnswerConfig,
+    Seq2SeqExample,
+    TextToTextTask,
+    count_longest_answer,
+    decoding_model,
+)
 from firth.text import Example
 from firth.tokens import Tokenizer
 from firth.train import ComputeConfig
@@ -80,8 +87,7 @@ class ExtractTask(TextToTextTask):
 
 def longest_target_tokens(tokenizer: Tokenizer, examples: Sequence[Example]) -> int:
     """Return how many tokens an object may take: those of the longest in training, and some more."""
-    longest = max((len(ids) for ids in tokenizer.encode_batch([e.target or "" for e in examples])), default=0)
-    return int(SPARE_TARGET_TOKENS * longest) + 2
+    return int(SPARE_TARGET_TOKENS * count_longest_answer(tokenizer, examples)) + NUM_ANSWER_SPECIAL_TOKENS
 
 
 def infer_schema(objects: Sequence[Any]) -> dict[str, Any]:

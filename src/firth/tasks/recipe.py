@@ -178,7 +178,11 @@ class FinetuneRecipe(TrainingConfig):
         "Predict with a task head (head), or let the model generate the answer (text), as T5 was published. auto "
         "chooses text for T5, head for others.",
     )
-    max_target_length: int = recipe_field(32, "Limit generated answers to this many tokens.")
+    max_target_length: int = recipe_field(
+        0,
+        "Limit generated answers to this many tokens; longer ones of train are cut.",
+        shown_default="32; text-to-text: as long as the longest of train, from 32 to 128",
+    )
     json_schema: str = recipe_field(
         "", "Task extract: write objects that this file, a JSON schema, allows. Default: inferred from train."
     )
@@ -387,7 +391,7 @@ class FinetuneRecipe(TrainingConfig):
             "seeds": 1,
             "search": 0,
             "shots": 0,
-            "max_target_length": 2,
+            "max_target_length": 0,
             "num_beams": 1,
             "early_stopping": 0,
             "lora_rank": 0,
@@ -396,6 +400,8 @@ class FinetuneRecipe(TrainingConfig):
         for name, smallest in minimum.items():
             if getattr(self, name) < smallest:
                 raise UserError(f"{name} is {getattr(self, name)}; it must be at least {smallest}.")
+        if self.max_target_length == 1:
+            raise UserError("max_target_length is 1; it must be at least 2: a token and the end.")
         if not 0 < self.layer_decay <= 1:
             raise UserError(f"layer_decay is {self.layer_decay}; it must be above 0 and at most 1.")
         if self.head_dropout is not None and not 0 <= self.head_dropout < 1:

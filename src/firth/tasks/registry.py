@@ -36,7 +36,7 @@ from firth.tasks.span_qa import DEFAULT_NO_ANSWER_THRESHOLD, SpanQATask
 from firth.tasks.tag import TaggingTask
 from firth.tasks.task import Task
 from firth.tasks.text_labels import TASK_PROMPTS, make_verbalized_task, round_regression_labels
-from firth.tasks.text_to_text import AnswerConfig, TextToTextTask, make_answer_config
+from firth.tasks.text_to_text import AnswerConfig, TextToTextTask, fit_target_length, make_answer_config
 from firth.text import Example
 from firth.text.examples import TASK_SYNONYMS
 from firth.tokens import Tokenizer
@@ -74,6 +74,8 @@ def make_task(
     writing = make_answer_config(facts, config)
     length = writing.max_seq_length
     if name == "text-to-text":
+        if not isinstance(examples_or_metadata, Mapping) and not facts["max_target_length"]:
+            writing = fit_target_length(writing, tokenizer, examples_or_metadata, config)
         return TextToTextTask(tokenizer, config, writing, learns)
     if name == "extract":
         if not isinstance(examples_or_metadata, Mapping):  # an object that is cut is of no use

@@ -39,6 +39,8 @@ from firth.tokens.template import SequenceTemplate, with_template
 from firth.train import ComputeConfig
 
 DEFAULT_SOURCE_TOKENS, DEFAULT_TARGET_TOKENS = 512, 32  # defaults if neither recipe nor model sets a length
+MAX_FITTED_TARGET_TOKENS = 128  # of answers as long as those of train
+NUM_ANSWER_SPECIAL_TOKENS = 2  # at most: a begin and an end token
 UNILM_MASK_RATE = 0.7  # share of an answer's tokens that UniLM's published fine-tuning masks
 
 CandidateIds = Sequence[list[int]]
@@ -62,6 +64,20 @@ def make_answer_config(metadata: Mapping[str, Any], config: ModelConfig) -> Answ
     length = known.pop("max_seq_length", 0) or config.max_length or DEFAULT_SOURCE_TOKENS
     target = known.pop("max_target_length", 0) or min(DEFAULT_TARGET_TOKENS, (config.max_length or length) // 2)
     return AnswerConfig(length, target, **known)
+
+
+def count_longest_answer(tokenizer: Tokenizer, examples: Sequence[Example]) -> int:
+    """Return the number of tokens of the longest answer, without special tokens."""
+    return max((len(ids) for ids in tokenizer.encode_batch([e.target or "" for e in examples])), default=0)
+
+
+def fit_target_length(
+    answer_config: AnswerConfig, tokenizer: Tokenizer, examples: Sequence[Example], config: ModelConfig
+) -> AnswerConfig:
+    """Return the options with room for the answers of these examples, in at most half of the model's positions."""
+    limit = min(MAX_FITTED_TARGET_TOKENS, (config.max_length or answer_config.max_seq_length) // 2)
+    fitted = min(count_longest_answer(tokenizer, examples) + NUM_ANSWER_SPECIAL_TOKENS, limit)
+    return replace(answer_config, max_target_length=max(answer_config.max_target_length, fitted))
 
 
 class Seq2SeqExample(NamedTuple):
