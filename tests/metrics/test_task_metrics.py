@@ -19,7 +19,7 @@ CASES: dict[str, tuple[list[Any], list[Any], dict[str, float]]] = {
     "pair": (["1", "1"], ["1", "0"], {"accuracy": 0.5, "macro_f1": 1 / 3, "mcc": 0.0, "f1": 2 / 3}),
     "word-in-context": (["F", "T"], ["F", "T"], {"accuracy": 1, "macro_f1": 1, "mcc": 1, "f1": 1}),
     "relation": (["x", "no_relation"], ["x", "x"], {"f1": 2 / 3, "accuracy": 0.5, "macro_f1": 1 / 3}),
-    "regress": ([1.0, 2.0, 3.0], [1.0, 3.0, 2.0], {"pearson": 0.5, "spearman": 0.5}),
+    "regress": ([1.0, 2.0, 3.0], [1.0, 3.0, 2.0], {"pearson": 0.5, "spearman": 0.5, "mean_absolute_error": 2 / 3}),
     "choice": ([0, 3, 1], [0, 3, 2], {"accuracy": 2 / 3}),
     "tag": (
         [("B-A", "O")],

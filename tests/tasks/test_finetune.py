@@ -886,6 +886,7 @@ def test_chance_scores() -> None:
     assert chance_score(Scored("classify", "mcc"), "mcc", examples("aaab"), dev) == 0.0  # type: ignore[arg-type]
     numbers = [Example(i, ("t",), float(i)) for i in range(4)]
     assert chance_score(Scored("regress", "pearson"), "pearson", numbers, numbers) == 0.0  # type: ignore[arg-type]
+    assert chance_score(Scored("regress", "pearson"), "mean_absolute_error", numbers, numbers) is None  # type: ignore[arg-type]
     tags = [Example(0, ("a", "b", "c"), ("O", "O", "B-X"))]
     assert chance_score(Scored("tag", "entity_f1"), "entity_f1", tags, tags) == 0.0  # type: ignore[arg-type]
     assert chance_score(Scored("embed", "spearman"), "spearman", numbers, numbers) == 0.0  # type: ignore[arg-type]
@@ -911,6 +912,7 @@ def test_failed_seeds_are_counted(capsys: pytest.CaptureFixture[str]) -> None:
 
 def test_lower_perplexity_is_better_and_ties_take_the_first() -> None:
     assert orient_score("perplexity", {"perplexity": 3.0}) > orient_score("perplexity", {"perplexity": 4.0})
+    assert orient_score("a.mean_absolute_error", {"a.mean_absolute_error": 3.0}) == -3.0
     assert orient_score("accuracy", {"accuracy": 0.4}) > orient_score("accuracy", {"accuracy": 0.3})
     assert index_of_best([0.1, 0.3, 0.3]) == 1
     assert index_of_best([float("nan"), 0.1]) == 1

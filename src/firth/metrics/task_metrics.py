@@ -84,8 +84,13 @@ def _relation_metrics(predictions: Sequence[str], references: Sequence[str]) -> 
 
 
 def _regression_metrics(predictions: Sequence[float], references: Sequence[float]) -> MetricScores:
-    """Numbers."""
-    return {"pearson": pearson(predictions, references), "spearman": spearman(predictions, references)}
+    """Numbers. The mean absolute error is in their unit."""
+    error = np.asarray(predictions, float) - np.asarray(references, float)
+    return {
+        "pearson": pearson(predictions, references),
+        "spearman": spearman(predictions, references),
+        "mean_absolute_error": float(np.abs(error).mean()),
+    }
 
 
 def _choice_metrics(predictions: Sequence[int], references: Sequence[int]) -> MetricScores:

@@ -60,7 +60,8 @@ from firth.train.resume import read_intermediate
 
 PREDICTIONS_FILE = "predictions.jsonl"
 DIVERGED_KEY = "diverged"  # in a seed's results: the error; in a run's results: the diverged seeds
-LOWER_IS_BETTER_METRICS = ("perplexity", "bits_per_byte")
+LM_METRICS = ("perplexity", "bits_per_byte")
+LOWER_IS_BETTER_METRICS = (*LM_METRICS, "mean_absolute_error")
 MAX_CONSTANT_GUESSES = 20  # most frequent answers tried as a constant prediction
 ZERO_CHANCE_TASKS = ("regress", "embed")  # a constant prediction has correlation 0
 ERROR_SAMPLES = 200  # of a bootstrap for a standard error alone
@@ -68,10 +69,10 @@ BOOTSTRAP_SAMPLES, BOOTSTRAP_MAX_SECONDS = 1000, 120  # upper limits of one boot
 
 
 FIXED_TASK_METRICS = {  # tasks whose metrics do not depend on the examples
-    "regress": ("pearson", "spearman"),
+    "regress": ("pearson", "spearman", "mean_absolute_error"),
     "choice": ("accuracy",),
     "text-to-text": ("chrf", "bleu", "rouge_1", "rouge_2", "rouge_l", "rouge_lsum", "exact_match", "answer_match"),
-    "lm": (*LOWER_IS_BETTER_METRICS, "token_accuracy"),
+    "lm": (*LM_METRICS, "token_accuracy"),
     "preference": ("accuracy", "margin", "reward_chosen", "reward_rejected"),
     "reward": ("accuracy", "margin", "reward_chosen", "reward_rejected"),
 }
@@ -113,9 +114,14 @@ def deciding_metric(recipe: FinetuneRecipe, task: Task) -> str:
     return recipe.metric or task.metric
 
 
+def is_lower_better(metric: str) -> bool:
+    """Whether a metric, or NAME.METRIC of one of several tasks, is an error."""
+    return metric.rpartition(".")[2] in LOWER_IS_BETTER_METRICS
+
+
 def orient_score(metric: str, scores: Mapping[str, float]) -> float:
     """Return the score of `metric`, negated if lower is better."""
-    return -scores[metric] if metric in LOWER_IS_BETTER_METRICS else scores[metric]
+    return -scores[metric] if is_lower_better(metric) else scores[metric]
 
 
 def summarize_seeds(
@@ -272,7 +278,7 @@ def chance_score(task: Task, metric: str, train: Sequence[Example], dev: Sequenc
 
     For retrieval ("embed"), return the expected score of random embeddings: every rank is equally likely.
     """
-    if task.name == "lm":
+    if task.name == "lm" or is_lower_better(metric):
         return None
     if task.name in ("preference", "reward"):
         return 0.5 if metric == "accuracy" else None

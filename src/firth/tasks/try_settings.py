@@ -11,7 +11,7 @@ from firth.core.errors import UserError
 from firth.tasks.finetune_job import DEFAULT_FINETUNE_EPOCHS, FinetuneJob
 from firth.tasks.finetune_schedule import EARLY_STOPPING_EVALUATIONS, MIN_DEFAULT_STEPS
 from firth.tasks.recipe import FinetuneRecipe
-from firth.tasks.results import LOWER_IS_BETTER_METRICS, deciding_metric, score_with_error
+from firth.tasks.results import deciding_metric, is_lower_better, score_with_error
 from firth.tasks.search import SEARCH_FILE, Search, SearchTrial, find_search_obstacle, plan_search, run_halving
 from firth.tasks.trial_runs import TrialRuns
 from firth.train.resume import read_intermediate
@@ -34,7 +34,7 @@ def search_settings(job: FinetuneJob) -> FinetuneRecipe:
     """
     recipe, file, began = job.recipe, job.folder / SEARCH_FILE, time.monotonic()
     metric = deciding_metric(recipe, job.task)
-    search = plan_search(recipe, job.num_labelled, metric, metric in LOWER_IS_BETTER_METRICS)
+    search = plan_search(recipe, job.num_labelled, metric, is_lower_better(metric))
     if obstacle := find_search_obstacle(job.num_labelled, recipe.max_steps):
         raise UserError(f"search={recipe.search}: {obstacle}.")
     stored = read_intermediate(file, Search)
