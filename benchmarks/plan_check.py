@@ -1,13 +1,13 @@
 """Is the plan right? Plan a run, run it, and compare time, peak memory and held-out loss.
 
-    python benchmarks/plan_check.py --data TEXT [--models encoder,decoder,bert-tiny] [--minutes 1,2] [--output-dir WORK]
-        [--json]
+    python benchmarks/plan_check.py --data TEXT [--models encoder,decoder,bert-tiny] [--minutes 1,2 | --max-steps 20]
+        [--global-batch-tokens N] [--output-dir WORK] [--json]
 
 For each model and budget: `firth plan`, then the pretraining of the planned size with the planned settings, in a
 process of its own. The ratios are measured over predicted. Time is that of the process, libraries included. Peak memory
-is on a GPU what torch allocated, on a CPU the anonymous memory of the process beyond that of Python and torch, sampled
-fifty times a second. A run with minutes keeps its time whatever was planned, so the number of steps shows whether the
-speed was predicted.
+is on a GPU what torch allocated, on a CPU the most resident memory of the process (Linux). A run with minutes keeps its
+time whatever was planned, so the number of steps shows whether the speed was predicted; a few steps (`--max-steps`)
+show the memory.
 """
 
 from __future__ import annotations
@@ -16,7 +16,6 @@ import argparse
 import json
 import multiprocessing
 import tempfile
-import threading
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -28,6 +27,7 @@ from firth import __version__
 from firth.api import plan, pretrain
 from firth.core.console import format_duration, quiet, say, show_table
 from firth.core.files import format_bytes
+from firth.core.memory import peak_memory_bytes
 from firth.train import choose_compute
 from firth.train.recipe import TrainingConfig
 
@@ -39,44 +39,14 @@ PLANNED = {  # options of `pretrain`, and the figures of the plan that they take
     "vocab_size": "vocab_size",
 }
 
-SAMPLE_SECONDS = 0.02
-
-
-def anonymous_bytes() -> int:
-    """Return the memory of this process without pages of files (Linux)."""
-    status = Path("/proc/self/status").read_text(encoding="utf-8")
-    return 1024 * next(int(line.split()[1]) for line in status.splitlines() if line.startswith("RssAnon:"))
-
-
-class PeakMemory(threading.Thread):
-    """Samples the memory of this process until `stop`; `peak` is the most beyond that of the start."""
-
-    def __init__(self) -> None:
-        super().__init__(daemon=True)
-        self.done, self.start_bytes, self.peak = threading.Event(), anonymous_bytes(), 0
-
-    def run(self) -> None:
-        while not self.done.wait(SAMPLE_SECONDS):
-            self.peak = max(self.peak, anonymous_bytes() - self.start_bytes)
-
-    def stop(self) -> int:
-        self.done.set()
-        self.join()
-        return self.peak
-
 
 def compute_run(options: dict[str, Any]) -> dict[str, Any]:
     """Pretrain, and return the results with the seconds and the peak memory of this process."""
     start = time.monotonic()
-    import firth.train.pretrain  # noqa: F401, its libraries are not the run's memory
-
-    memory = PeakMemory()
-    memory.start()
     results = pretrain(**options)
-    peak = memory.stop()
     return {
         "seconds": time.monotonic() - start,
-        "memory_bytes": torch.cuda.max_memory_allocated() if torch.cuda.is_available() else peak,
+        "memory_bytes": torch.cuda.max_memory_allocated() if torch.cuda.is_available() else peak_memory_bytes(),
         "loss": results["eval_loss"],
         "steps": results["steps"],
     }
@@ -87,21 +57,24 @@ def run_alone(options: dict[str, Any]) -> dict[str, Any]:
         return pool.apply(compute_run, (options,))
 
 
-def check_plan(model: str, minutes: float, args: argparse.Namespace, folder: Path) -> dict[str, Any]:
+def check_plan(model: str, budget: dict[str, Any], args: argparse.Namespace, folder: Path) -> dict[str, Any]:
     """Plan and run one model, and return both."""
+    if args.global_batch_tokens:
+        budget = {**budget, "global_batch_tokens": args.global_batch_tokens}
     with quiet():
-        planned = plan(model, args.data, minutes=minutes)
+        planned = plan(model, args.data, **budget)
     chosen = planned["chosen"]
     options = {name: chosen[key] for name, key in PLANNED.items()}
-    say(f"{model}, {minutes:g} minutes: running {chosen['model']}")
+    name, length = next(iter(budget.items()))
+    say(f"{model}, {name} {length:g}: running {chosen['model']}")
     measured = run_alone(
         {
             "model": chosen["model"],
             "data": args.data,
-            "output_dir": folder / f"{model}-{minutes:g}",
-            "minutes": minutes,
+            "output_dir": folder / f"{model}-{length:g}",
             "overwrite": True,
             **options,
+            **budget,
         }
     )
     figures = {"seconds": "seconds", "steps": "steps", "memory_bytes": "memory_bytes", "loss": "expected_loss"}
@@ -110,7 +83,7 @@ def check_plan(model: str, minutes: float, args: argparse.Namespace, folder: Pat
     return {
         "asked": model,
         "model": chosen["model"],
-        "minutes": minutes,
+        "budget": budget,
         "predicted": predicted,
         "measured": measured,
         "ratios": ratios,
@@ -119,7 +92,7 @@ def check_plan(model: str, minutes: float, args: argparse.Namespace, folder: Pat
 
 
 def format_row(row: Mapping[str, Any]) -> tuple[str, ...]:
-    """Return model, minutes, and for each figure: predicted, measured and their ratio."""
+    """Return model, budget, and for each figure: predicted, measured and their ratio."""
     formats = {
         "seconds": format_duration,
         "steps": "{:,}".format,
@@ -130,7 +103,7 @@ def format_row(row: Mapping[str, Any]) -> tuple[str, ...]:
     for name, show in formats.items():
         predicted, measured = row["predicted"][name], row["measured"][name]
         cells.append(f"{show(predicted)} / {show(measured)} ({row['ratios'][name]:.2f})")
-    return row["model"], f"{row['minutes']:g}", *cells
+    return row["model"], ", ".join(f"{name} {value:g}" for name, value in row["budget"].items()), *cells
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -138,18 +111,19 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--data", required=True, help="a text, or shards")
     parser.add_argument("--models", default="encoder,decoder,encoder-decoder", help="joined by commas")
     parser.add_argument("--minutes", default="1,2", help="budgets, joined by commas (1,2)")
+    parser.add_argument("--max-steps", help="budgets of steps instead, joined by commas")
+    parser.add_argument("--global-batch-tokens", type=int, help="instead of the planned one")
     parser.add_argument("--output-dir", type=Path, help="keep the runs here")
     parser.add_argument("--json", action="store_true", help="print one JSON object on the last line")
     args = parser.parse_args(argv)
+    budgets = [{"minutes": float(minutes)} for minutes in args.minutes.split(",")]
+    if args.max_steps:
+        budgets = [{"max_steps": int(steps)} for steps in args.max_steps.split(",")]
     say(f"firth {__version__}; {choose_compute(TrainingConfig())}")
     with tempfile.TemporaryDirectory() as temporary:
         folder = args.output_dir or Path(temporary)
-        rows = [
-            check_plan(model, float(minutes), args, folder)
-            for model in args.models.split(",")
-            for minutes in args.minutes.split(",")
-        ]
-    columns = ["model", "minutes", "time", "steps", "peak memory", "held-out loss"]
+        rows = [check_plan(model, budget, args, folder) for model in args.models.split(",") for budget in budgets]
+    columns = ["model", "budget", "time", "steps", "peak memory", "held-out loss"]
     show_table("Predicted / measured (ratio)", columns, [format_row(row) for row in rows])
     if args.json:
         print(json.dumps({"runs": rows}))

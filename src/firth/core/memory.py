@@ -60,7 +60,7 @@ def reset_peak_memory() -> bool:
 
 
 def peak_memory_bytes() -> int:
-    """Return the most resident memory of this process since `reset_peak_memory` (Linux)."""
+    """Return the most resident memory of this process since `reset_peak_memory`, or its start (Linux)."""
     lines = STATUS_FILE.read_text(encoding="ascii", errors="replace").splitlines()
     return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("VmHWM:"))
 

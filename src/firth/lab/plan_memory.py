@@ -9,9 +9,9 @@ that its peak is that of the largest part:
 3. *Training*: weights, gradients, optimizer state, the copy of a checkpoint, and a step and an evaluation.
 4. *Examining* the run at its end: the doctor counts n-grams, the report loads the model.
 
-A step takes more than its tensors. glibc's allocator cannot give a freed aligned block to a request of the same size
-(its bug 14581), so blocks pile up until they are large enough to come from the system one by one. The planner measures
-the ratio: what some steps and an evaluation add to its own process, over the bytes of their tensors.
+A step takes more than its tensors, by `allocated_bytes`. glibc's allocator cannot give a freed aligned block to a
+request of the same size (its bug 14581), so blocks pile up until they are large enough to come from the system one by
+one. The planner measures it in its own process, from large enough steps and an evaluation, and the libraries too.
 """
 
 from __future__ import annotations
@@ -22,17 +22,17 @@ from firth.models.parameters import FLOAT_BYTES
 from firth.models.ppmi import MAX_COUNTED_TOKENS
 from firth.tokens.train import SHORT_TEXT_CHARS, TRAIN_MEMORY_PER_TEXT_BYTE
 
-# Of a process over the tensors of a step, where it is not measured, and at most (docs/results.md).
-ALLOCATED_RATIO, MAX_ALLOCATED_RATIO = 1.6, 3.0
-
-# Measured on texts of 4 to 30 MB and of 0.36M and 1.5M tokens (docs/results.md, plans beside their runs).
+# Measured (docs/results.md, plans beside their runs): steps of 16 and 64 rows with evaluations, texts of 4 to 30 MB,
+# and of 0.36M and 1.5M tokens.
+ALLOCATED_RATIO, ALLOCATED_BYTES = 1.45, 20e6  # of a process, over the tensors of a step
+MAX_ALLOCATED_RATIO = 2.0
 TOKENIZING_BYTES, MEASURED_TEXT_BYTES, WORDS_EXPONENT = 80e6, 4e6, 0.47  # new words get rarer in a longer text
 UNIGRAM_FACTOR = TRAIN_MEMORY_PER_TEXT_BYTE["Unigram"] / TRAIN_MEMORY_PER_TEXT_BYTE["BPE"]
 CHARACTERS_BYTES = 165e6  # of all characters of Unicode, for the WordPiece vocabulary of a text that is not short
-COMPILER_BYTES = 83e6  # of torch's compiler, a library that the first optimizer imports: after tokenizing
 COUNTING_BYTES, MEASURED_TOKENS, PAIRS_EXPONENT = 205e6, 1.5e6, 0.62  # new pairs get rarer too
 EXAMINED_TOKENS, EXAMINING_BYTES = 2e6, 150  # at most, and bytes for each
-KEPT_BYTES = 60e6  # that libraries keep after training: buffers of kernels and threads
+KEPT_BYTES = 45e6  # that libraries keep once they have computed: code, buffers of kernels and threads
+LATER_LIBRARY_BYTES = KEPT_BYTES + 83e6  # not there yet while a text is tokenized: torch's compiler, for optimizers
 
 
 class ProcessMemory(NamedTuple):
@@ -52,6 +52,24 @@ class ProcessMemory(NamedTuple):
     @property
     def peak(self) -> float:
         return self.libraries + self.run
+
+
+def allocated_bytes(tensor_bytes: float, ratio: float = ALLOCATED_RATIO) -> float:
+    """Return what the process takes for the tensors of a step and of the evaluations between steps.
+
+    >>> round(allocated_bytes(177e6) / 1e6)  # bert-tiny, 64 rows
+    277
+    """
+    return ratio * tensor_bytes + ALLOCATED_BYTES
+
+
+def allocated_ratio(measured_bytes: float, tensor_bytes: float) -> float:
+    """Return the ratio for which `allocated_bytes` are those that were measured, within its limits.
+
+    >>> allocated_ratio(320e6, 200e6), allocated_ratio(90e6, 200e6)
+    (1.5, 1.0)
+    """
+    return min(max((measured_bytes - ALLOCATED_BYTES) / tensor_bytes, 1.0), MAX_ALLOCATED_RATIO)
 
 
 def tokenizing_bytes(text_bytes: float, new_kind: str = "") -> float:
@@ -76,4 +94,4 @@ def counting_bytes(tokens: float) -> float:
 
 def examining_bytes(tokens: float, parameters: int) -> float:
     """Return the bytes of n-gram counts, and of the weights before and after training."""
-    return KEPT_BYTES + EXAMINING_BYTES * min(tokens, EXAMINED_TOKENS) + 2 * FLOAT_BYTES * parameters
+    return EXAMINING_BYTES * min(tokens, EXAMINED_TOKENS) + 2 * FLOAT_BYTES * parameters

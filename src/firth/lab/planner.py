@@ -34,9 +34,11 @@ from firth.core.memory import peak_memory_bytes, process_memory_bytes, reset_pea
 from firth.lab.expected_loss import ExpectedLoss, RunSize, find_law, read_loss_table
 from firth.lab.plan_memory import (
     ALLOCATED_RATIO,
-    COMPILER_BYTES,
-    MAX_ALLOCATED_RATIO,
+    KEPT_BYTES,
+    LATER_LIBRARY_BYTES,
     ProcessMemory,
+    allocated_bytes,
+    allocated_ratio,
     counting_bytes,
     examining_bytes,
 )
@@ -77,7 +79,8 @@ MAX_TIMED_SHAPES = {"cpu": 5, "cuda": 3}  # on a GPU each is compiled first, up 
 TIMED_TOKENS, MIN_TIMED_TOKENS = 2048, 256  # tokens of the smaller of two timed steps; the second for slow models
 MAX_TIMING_SECONDS, MAX_TIMING_SHARE = 20.0, 0.02  # of one size, about, and of the minutes: else with shorter steps
 LARGER_STEP = 4  # times as many rows has the larger of two timed steps: a micro-batch of 8,192 tokens
-TIMING_STEPS = 20  # as long as the smaller step, in all: traced and timed ones
+TIMING_STEPS = 22  # as long as the smaller step, in all: traced and timed ones
+MIN_MEASURED_TOKENS = 4096  # of a step that shows what the process takes for its tensors
 TIMED_STEPS = 2  # of each of the two; their mean counts, as in the run
 SELF_TIMING_STEPS = 6  # that a run with minutes on a CPU takes before its first one, beside CPU_START_SECONDS
 ACTIVATION_BYTES = 64  # per layer, unit of width and token, where no step is traced: 16 numbers in float32
@@ -100,8 +103,8 @@ class StepCosts(NamedTuple):
     fixed_bytes: float
     row_bytes: float
     is_timed: bool
-    allocated_ratio: float = ALLOCATED_RATIO  # on a CPU: what a step takes of the process, over its tensors
     eval_row_seconds: float = 0.0  # 0: not measured
+    allocated_ratio: float = ALLOCATED_RATIO  # on a CPU: what a step takes of the process, over its tensors
 
     def step_seconds(self, rows: int) -> float:
         return self.fixed_seconds + self.row_seconds * rows
@@ -304,7 +307,8 @@ class Planner:
             torch.cuda.empty_cache()
             costs = StepCosts(0.0, 0.0, fixed_bytes, row_bytes, True)
             return costs._replace(row_seconds=self.time_compiled_row(recipe, costs) / self.num_devices)
-        step_bytes, row_bytes = fit_line(rows, trial.traced_bytes(rows), trial.traced_bytes(2 * rows))
+        large = LARGER_STEP * rows
+        step_bytes, row_bytes = fit_line(rows, trial.traced_bytes(rows), trial.traced_bytes(large), LARGER_STEP)
         if not self.threads_chosen:
             with quiet():
                 choose_threads(thread_choices(recipe, choose_compute(recipe)), lambda: time_rows(trial, rows))
@@ -314,15 +318,14 @@ class Planner:
         counts_peak, before = reset_peak_memory(), process_memory_bytes()
         resources = estimate_resources(trial.recipe.model, trial.recipe)
         self.library_bytes = self.library_bytes or before - resources.checkpoint_bytes  # weights, optimizer state
-        large = LARGER_STEP * rows
         fixed, row_seconds = fit_time(rows, *(time_rows(trial, n) for n in (rows, large)))
-        eval_row_seconds = time_evaluation(trial, self.shards, large)
-        fixed_bytes, ratio = step_bytes + self.fixed_bytes(recipe, with_gradients=False), ALLOCATED_RATIO
-        if counts_peak:
-            ratio = (peak_memory_bytes() - before) / (step_bytes + large * row_bytes)
-            ratio = min(max(ratio, 1.0), MAX_ALLOCATED_RATIO)
-        row_seconds, eval_row_seconds = (seconds / self.num_devices for seconds in (row_seconds, eval_row_seconds))
-        return StepCosts(fixed, row_seconds, fixed_bytes, row_bytes, True, ratio, eval_row_seconds)
+        seconds = row_seconds, time_evaluation(trial, self.shards, large)
+        row_seconds, eval_row_seconds = (one / self.num_devices for one in seconds)
+        fixed_bytes = step_bytes + self.fixed_bytes(recipe, with_gradients=False)
+        ratio = ALLOCATED_RATIO
+        if counts_peak and large * recipe.max_seq_length >= MIN_MEASURED_TOKENS:
+            ratio = allocated_ratio(peak_memory_bytes() - before, step_bytes + large * row_bytes)
+        return StepCosts(fixed, row_seconds, fixed_bytes, row_bytes, True, eval_row_seconds, ratio)
 
     def time_compiled_row(self, recipe: Recipe, costs: StepCosts) -> float:
         """Return the seconds of a step over its rows on one GPU, compiled as the run will be."""
@@ -395,10 +398,10 @@ class Planner:
         """Return the memory of a run on a CPU whose weights, optimizer state and largest step are `tensor_bytes`."""
         state, tokens, parameters = self.fixed_bytes(recipe, False), self.text.tokens, count_parameters(recipe.model)
         return ProcessMemory(
-            libraries=self.library_bytes or process_memory_bytes(),
-            tokenizing=max(0.0, self.text.prepare_bytes - COMPILER_BYTES),
+            libraries=(self.library_bytes or process_memory_bytes()) + KEPT_BYTES,
+            tokenizing=max(0.0, self.text.prepare_bytes - LATER_LIBRARY_BYTES),
             counting=counting_bytes(tokens) if recipe.warm_start == "ppmi" else 0.0,
-            training=state + costs.allocated_ratio * (tensor_bytes - state),
+            training=state + allocated_bytes(tensor_bytes - state, costs.allocated_ratio),
             examining=examining_bytes(tokens, parameters),
         )
 

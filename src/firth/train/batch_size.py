@@ -171,15 +171,15 @@ def find_row_limit(
     )
 
 
-def fit_line(trial_rows: int, small: int, large: int) -> tuple[float, float]:
-    """Return the bytes without any row, and those of a row, from steps of `trial_rows` and of twice as many.
+def fit_line(trial_rows: int, small: int, large: int, factor: int = 2) -> tuple[float, float]:
+    """Return the bytes without any row, and those of a row, from steps of `trial_rows` and of `factor` times as many.
 
     Weights, gradients and optimizer state do not depend on rows; activations are proportional to them.
 
     >>> fit_line(16, 5_000, 8_200)
     (1800.0, 200.0)
     """
-    per_row = max((large - small) / trial_rows, 1.0)
+    per_row = max((large - small) / ((factor - 1) * trial_rows), 1.0)
     return max(small - per_row * trial_rows, 0.0), per_row
 
 
