@@ -47,6 +47,7 @@ from firth.models.presets import (
     roberta,
     t5,
     t5_v1_1,
+    t5gemma,
     xlm,
     xlm_roberta,
     xlnet,
@@ -77,6 +78,7 @@ BODIES: dict[str, ModelConfig] = {
     "bart": bart(1, 16, 2, V),
     "t5": t5(2, 16, 2, 24, V),
     "t5.1.1": t5_v1_1(2, 16, 2, 24, V),
+    "t5gemma": t5gemma(2, 16, 2, 24, V, position=Rotary(500.0, 24)),
 }
 TASKS = {
     "classify": ClassificationHead,
@@ -104,6 +106,10 @@ OURS_ALONE = {  # what `transformers` has no class for
     ("bart", "tag"),
     ("t5", "choice"),
     ("t5.1.1", "choice"),
+    ("t5gemma", "classify"),  # the mean; `transformers` reads the last token
+    ("t5gemma", "regress"),
+    ("t5gemma", "choice"),
+    ("t5gemma", "span-qa"),
 }
 BOTH = [(name, task) for name in BODIES for task in TASKS if (name, task) not in OURS_ALONE]
 
@@ -124,7 +130,7 @@ def inputs(name: str, task: str) -> dict[str, Tensor]:
     given = {"input_ids": ids, "attention_mask": mask}
     if BODIES[name].num_segments > 1 and "roberta" not in name:
         given["token_type_ids"] = torch.randint(0, 2, ids.shape, generator=g)
-    if name == "bart" or (name.startswith("t5") and task != "tag"):  # the head reads the decoder at </s>
+    if name == "bart" or (name in ("t5", "t5.1.1") and task != "tag"):  # the head reads the decoder at </s>
         ids[torch.arange(3), mask.sum(1) - 1] = 2 if name == "bart" else 1
         given["decoder_input_ids"] = ids.roll(1, 1)
     return {k: v.unflatten(0, (3, CHOICES)) for k, v in given.items()} if task == "choice" else given
@@ -200,6 +206,27 @@ def test_modernberts_mean(pool: str, tmp_path: Path) -> None:
     assert load_model(tmp_path).config == config
 
 
+@pytest.mark.parametrize("task", ["classify", "regress"])
+def test_t5gemmas_last_token(task: str, tmp_path: Path) -> None:
+    """Its head reads the encoder, and `transformers` builds no decoder either."""
+    config = replace(BODIES["t5gemma"], head=replace(config_of("t5gemma", task).head, pool="last"))  # type: ignore[arg-type]
+    whole = stir(make_model(BODIES["t5gemma"]))
+    whole.save(tmp_path / "whole")
+    ours = load_model(tmp_path / "whole", head=config.head)
+    assert ours.num_parameters < 0.6 * whole.num_parameters
+    ours.save(tmp_path / "ours")
+    theirs, info = transformers.AutoModelForSequenceClassification.from_pretrained(
+        tmp_path / "ours", output_loading_info=True
+    )
+    assert not theirs.config.is_encoder_decoder
+    assert not info["missing_keys"]
+    assert not info["unexpected_keys"]
+    theirs.config.pad_token_id = 0
+    same(ours, theirs.eval(), "t5gemma", task)
+    stir(theirs, seed=7).save_pretrained(tmp_path / "theirs")
+    assert load_model(tmp_path / "theirs").config == config
+
+
 @pytest.mark.parametrize(("task", "pool"), [("classify", "mean"), ("regress", "mean"), ("relation", "first")])
 def test_modernbert_reads_the_mean_unless_places_are_marked(task: str, pool: str) -> None:
     assert head_for_task(BODIES["modernbert"], task).pool == pool  # type: ignore[union-attr]
@@ -238,7 +265,7 @@ def test_vectors_open_as_the_body(name: str, tmp_path: Path) -> None:
     assert_close(again(**given).logits, ours(**given).logits, **CLOSE)
 
 
-@pytest.mark.parametrize("name", ["t5", "t5.1.1", "bart"])
+@pytest.mark.parametrize("name", ["t5", "t5.1.1", "t5gemma", "bart"])
 def test_vectors_of_an_encoder_decoder_are_those_of_its_encoder(name: str, tmp_path: Path) -> None:
     """`T5EncoderModel` opens ours, and we open what it saves; of BART all is kept, and the decoder takes no part."""
     config = replace(BODIES[name], head=head_for_task(BODIES[name], "embed"))
@@ -246,7 +273,8 @@ def test_vectors_of_an_encoder_decoder_are_those_of_its_encoder(name: str, tmp_p
     whole.save(tmp_path / "whole")
     ours = load_model(tmp_path / "whole", head=config.head)
     ours.save(tmp_path / "ours")
-    kind = transformers.BartModel if name == "bart" else transformers.T5EncoderModel
+    kinds = {"bart": transformers.BartModel, "t5gemma": transformers.T5GemmaEncoderModel}
+    kind = kinds.get(name, transformers.T5EncoderModel)
     theirs, info = kind.from_pretrained(tmp_path / "ours", output_loading_info=True)
     assert not info["missing_keys"]
     assert not info["unexpected_keys"]

@@ -10,7 +10,7 @@ import torch
 from firth.models import Model, ModelConfig, make_model
 from firth.models.config import LearnedPosition
 from firth.models.hf.convert import to_hf_tensors
-from firth.models.presets import bart, bert, gpt2, llama, roberta, t5, xlnet
+from firth.models.presets import bart, bert, gpt2, llama, roberta, t5, t5gemma, xlnet
 from firth.tasks import Task
 from firth.tokens import Tokenizer, train_tokenizer
 from firth.train import ComputeConfig
@@ -23,6 +23,7 @@ FAMILIES = {
     "roberta": ("byte-bpe", lambda size: roberta(1, 32, 2, size, position=LearnedPosition(66, offset=2), **SURE)),
     "bart": ("byte-bpe", lambda size: bart(1, 32, 2, size, position=LearnedPosition(66, offset=2), **SURE)),
     "xlnet": ("unigram", lambda size: xlnet(1, 32, 2, size, **SURE)),
+    "t5gemma": ("unigram", lambda size: t5gemma(1, 32, 2, 64, size, **SURE)),
     "llama": ("byte-bpe", lambda size: llama(1, 32, 2, 64, size)),
 }
 ANIMALS = ["cat", "dog", "horse", "fox"]

@@ -55,6 +55,7 @@ TASKS = ["classify", "pair", "regress", "choice", "tag", "relation", "word-in-co
 CASES = [(name, family) for family in ("bert", "gpt2", "xlnet") for name in TASKS]
 CASES += [(name, "bart") for name in ("classify", "pair", "regress", "relation", "span-qa")]
 CASES += [("pair", "roberta"), ("regress", "llama"), ("tag", "bart"), ("tag", "t5")]
+CASES += [(name, "t5gemma") for name in ("classify", "pair", "choice", "relation", "span-qa", "tag")]
 
 
 @pytest.mark.parametrize(("name", "family"), CASES)

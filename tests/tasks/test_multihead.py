@@ -40,7 +40,7 @@ def make_tasks(family: str, names: list[str]) -> tuple[MultiTask, list[Example],
     return MultiTask(tasks), [e for n, (_, some) in own.items() for e in qualify_ids(n, some)], config
 
 
-@pytest.mark.parametrize("family", ["bert", "gpt2", "bart"])
+@pytest.mark.parametrize("family", ["bert", "gpt2", "bart", "t5gemma"])
 def test_a_head_per_task_equals_a_model_of_that_task_alone(family: str) -> None:
     """Loss and gradient of the shared backbone and of the head are those of a model with this head only."""
     names = [name for name in EXAMPLES if (family, name) != ("bart", "which")]

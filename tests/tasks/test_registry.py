@@ -18,6 +18,8 @@ from firth.models.config import (
     TokenClassificationHead,
 )
 from firth.tasks import FinetuneRecipe, make_task
+from firth.tasks.finetune import recipes_of_tasks
+from firth.tasks.recipe import TaskData
 from firth.tasks.template import DELIMITER_TOKEN, EXTRACT_TOKEN
 from firth.tasks.text_labels import (
     VerbalizedChoiceTask,
@@ -85,6 +87,11 @@ def test_encoders_and_decoders_have_a_head_for_every_task(name: str) -> None:
 def test_encoder_decoders() -> None:
     for name in ("classify", "pair", "regress", "relation", "word-in-context", "span-qa"):
         assert isinstance(made(name, "bart").configure_model(parts("bart")[0]).head, HEADS[name])
+        reads_encoder = made(name, "t5gemma").configure_model(parts("t5gemma")[0])
+        assert isinstance(reads_encoder.head, HEADS[name])
+        assert reads_encoder.head_reads_encoder
+        assert not reads_encoder.has_decoder
+        assert isinstance(made(name, "t5gemma", answer="text"), VerbalizedTask)
         words = made(name, "t5")
         assert isinstance(words, VerbalizedTask)
         assert isinstance(words.configure_model(parts("t5")[0]).head, LMHead)
@@ -95,6 +102,16 @@ def test_encoder_decoders() -> None:
     assert isinstance(made("span-qa", "t5"), VerbalizedQATask)
     assert isinstance(made("regress", "t5"), VerbalizedRegressionTask)
     assert isinstance(made("classify", "gpt2", answer="text"), VerbalizedTask)
+    assert isinstance(made("text-to-text", "t5gemma").configure_model(parts("t5gemma")[0]).head, LMHead)
+
+
+@pytest.mark.parametrize(("family", "answer"), [("t5gemma", "text"), ("bart", "text"), ("gpt2", "auto")])
+def test_a_generated_text_makes_all_answers_of_an_encoder_decoder_texts(family: str, answer: str) -> None:
+    tasks = {name: TaskData(name, "train", "dev", "") for name in ("classify", "text-to-text")}
+    config, _ = parts(family)
+    assert recipes_of_tasks(FinetuneRecipe(tasks=tasks), config)["classify"].answer == answer
+    alone = recipes_of_tasks(FinetuneRecipe(tasks={"classify": tasks["classify"]}), config)
+    assert alone["classify"].answer == "auto"
 
 
 def test_regression_targets_are_rounded_as_in_t5() -> None:

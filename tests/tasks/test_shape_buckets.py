@@ -14,8 +14,9 @@ from tasks.small import CPU, model_for, parts
 from tasks.test_alone import CASES, examples
 
 from firth.objectives import IGNORE_INDEX, Batch
-from firth.tasks import FinetuneRecipe, finetune, make_task
+from firth.tasks import FinetuneRecipe, Task, finetune, make_task
 from firth.tasks.finetune_job import MIN_STEPS_TO_COMPILE, resolve_compile_options
+from firth.tasks.multitask import MultiTask
 from firth.tasks.shape_buckets import (
     BatchShape,
     ShapeBuckets,
@@ -140,32 +141,36 @@ def test_shapes_of_many_batches_are_few() -> None:
 
 def test_which_runs_compile(monkeypatch: pytest.MonkeyPatch) -> None:
     """Long runs use the default of the device; short ones, and those with --minutes, do not compile."""
-    config, _ = parts("bert")
+    config, tokenizer = parts("bert")
+    task = make_task("classify", {"labels": ["a", "b"]}, tokenizer, config)
     usual = FinetuneRecipe(per_device_train_batch_size=10)
-    assert resolve_compile_options(usual, config, 10 * MIN_STEPS_TO_COMPILE).compile is None
-    assert resolve_compile_options(usual, config, 3 * MIN_STEPS_TO_COMPILE).compile is False
-    assert resolve_compile_options(replace(usual, shots=100), config, 10 * MIN_STEPS_TO_COMPILE).compile is False
-    assert resolve_compile_options(replace(usual, max_steps=MIN_STEPS_TO_COMPILE), config, 9).compile is None
-    assert resolve_compile_options(replace(usual, minutes=5.0), config, 10 * MIN_STEPS_TO_COMPILE).compile is False
+
+    def resolved(recipe: FinetuneRecipe, num_examples: int, task: Task = task) -> FinetuneRecipe:
+        return resolve_compile_options(recipe, task, config, num_examples)
+
+    assert resolved(usual, 10 * MIN_STEPS_TO_COMPILE).compile is None
+    assert resolved(usual, 3 * MIN_STEPS_TO_COMPILE).compile is False
+    assert resolved(replace(usual, shots=100), 10 * MIN_STEPS_TO_COMPILE).compile is False
+    assert resolved(replace(usual, max_steps=MIN_STEPS_TO_COMPILE), 9).compile is None
+    assert resolved(replace(usual, minutes=5.0), 10 * MIN_STEPS_TO_COMPILE).compile is False
     for in_turn in (replace(usual, crf=True), replace(usual, bilstm=8)):
-        assert resolve_compile_options(in_turn, config, 10 * MIN_STEPS_TO_COMPILE).compile is False
-    assert resolve_compile_options(replace(usual, compile=True), config, 9).compile is True
-    assert resolve_compile_options(replace(usual, compile=True), config, 9).engine.cuda_graphs is None
-    assert resolve_compile_options(replace(usual, engine=EngineConfig(compile_regions=True)), config, 9).compile is None
-    assert resolve_compile_options(usual, config, 9).engine.cuda_graphs is None  # on a CPU
+        assert resolved(in_turn, 10 * MIN_STEPS_TO_COMPILE).compile is False
+    assert resolved(replace(usual, compile=True), 9).compile is True
+    assert resolved(replace(usual, compile=True), 9).engine.cuda_graphs is None
+    assert resolved(replace(usual, engine=EngineConfig(compile_regions=True)), 9).compile is None
+    assert resolved(usual, 9).engine.cuda_graphs is None  # on a CPU
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    assert resolve_compile_options(usual, config, 9).engine.cuda_graphs is True
-    assert (
-        resolve_compile_options(replace(usual, engine=EngineConfig(cuda_graphs=False)), config, 9).engine.cuda_graphs
-        is False
-    )
+    assert resolved(usual, 9).engine.cuda_graphs is True
+    assert resolved(replace(usual, engine=EngineConfig(cuda_graphs=False)), 9).engine.cuda_graphs is False
     for changes in (
         {"unfreeze_every": 5},
         {"bilstm": 8},
         {"engine": EngineConfig(weights="bf16")},
         {"gradient_checkpointing": True},
     ):
-        assert resolve_compile_options(replace(usual, **changes), config, 9).engine.cuda_graphs is False
+        assert resolved(replace(usual, **changes), 9).engine.cuda_graphs is False
+    several = MultiTask({"one": task, "two": make_task("classify", {"labels": ["c", "d"]}, tokenizer, config)})
+    assert resolved(usual, 9, several).engine.cuda_graphs is False, "a head rests in a step"
 
 
 def test_a_bucketed_run_is_equal(

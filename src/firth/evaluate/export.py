@@ -40,6 +40,7 @@ from firth.models import (
     write_model,
 )
 from firth.models.hf.checkpoint import with_special_token_template
+from firth.models.hf.registry import FAMILY_LAYOUTS
 from firth.models.task_heads import MultiTaskHeadModule
 from firth.objectives import Batch
 from firth.tasks import TASK_FILE
@@ -158,7 +159,8 @@ def compare_with_transformers(folder: Path) -> ExportCheck:
     left = ours.config.architecture == "encoder" and ours.config.pools_last_token
     inputs["attention_mask"][1, slice(0, length // 2) if left else slice(length // 2, None)] = 0
     head = ours.config.head
-    if isinstance(head, ClassificationHead | RegressionHead) and ours.config.architecture == "decoder" and not own:
+    finds_last_by_padding = ours.config.architecture == "decoder" or ours.config.head_reads_encoder
+    if isinstance(head, ClassificationHead | RegressionHead) and finds_last_by_padding and not own:
         inputs["input_ids"][1, length // 2 :] = theirs.config.pad_token_id
     uses_decoder = ours.config.architecture == "encoder-decoder" and not ours.config.head_reads_encoder
     if ours.config.has_decoder and not uses_decoder and not own:
@@ -238,7 +240,7 @@ def _registered_auto_class(model: Model) -> str:
 def hf_auto_class(config: ModelConfig) -> str:
     """The class of `transformers` that opens a model of one of its families."""
     if isinstance(config.head, EmbeddingHead) and config.architecture == "encoder-decoder" and not config.has_decoder:
-        return "T5EncoderModel"
+        return FAMILY_LAYOUTS[config.family].base_architecture
     if isinstance(config.head, TaskHead):
         return HF_TASK_CLASSES[type(config.head)]
     if isinstance(config.head, DiscriminatorHead) or config.get_extra("generator") is not None:

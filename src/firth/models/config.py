@@ -488,6 +488,7 @@ class FeatureEncoderConfig:
 Position = (
     NoPosition | LearnedPosition | SinusoidalPosition | Shaw | T5Bias | Rotary | ALiBi | TransformerXL | Disentangled
 )
+ENCODER_HEAD_FAMILIES = ("t5gemma",)  # encoder-decoders whose task heads all read the encoder
 # can compute queries at target positions only
 SUBSET_QUERY_POSITIONS = (NoPosition, LearnedPosition, SinusoidalPosition, TransformerXL, Disentangled)
 Norm = LayerNormConfig | RMSNormConfig | NoNormConfig
@@ -671,10 +672,16 @@ class ModelConfig:
 
     @property
     def head_reads_encoder(self) -> bool:
-        """Whether the task head of an encoder-decoder reads the encoder: embeddings, and T5's tags."""
+        """Whether the task head of an encoder-decoder reads the encoder."""
+        return isinstance(self.head, TaskHead) and self.reads_encoder_with(type(self.head))
+
+    def reads_encoder_with(self, head_type: type[Any]) -> bool:
+        """Whether a task head of this type reads the encoder: embeddings, T5's tags, and all heads of T5Gemma."""
         if self.architecture != "encoder-decoder":
             return False
-        return isinstance(self.head, EmbeddingHead if self.adds_bos else EmbeddingHead | TokenClassificationHead)
+        if self.family in ENCODER_HEAD_FAMILIES:
+            return True
+        return issubclass(head_type, EmbeddingHead if self.adds_bos else EmbeddingHead | TokenClassificationHead)
 
     @property
     def has_decoder(self) -> bool:

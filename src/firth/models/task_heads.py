@@ -510,7 +510,7 @@ TASK_HEAD_TYPES: dict[str, type[TaskHead]] = {
 GENERATIVE_TASKS = ("text-to-text", "extract", "lm", "preference")
 MARKED_WORD_TASKS = ("relation", "word-in-context")  # tasks that read the states of two marked words
 ENCODER_ONLY_TASKS = ("tag", "embed")  # tasks for which T5 uses only its encoder
-MEAN_POOLED_FAMILIES = ("modernbert",)  # families whose published config pools by the mean, not by [CLS]
+MEAN_POOLED_FAMILIES = ("modernbert", "t5gemma")  # families that pool by the mean, not by [CLS] or the last token
 
 
 def head_for_task(config: ModelConfig, task: str, names: tuple[str, ...] = (), **changes: Any) -> Head:

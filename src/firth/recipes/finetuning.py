@@ -7,7 +7,7 @@ from typing import Any
 
 from firth.core.errors import UserError, did_you_mean, quote
 from firth.models import ModelConfig
-from firth.models.config import BAG_OF_WORDS_FAMILY, AWDLSTMConfig, ELMoConfig, FanInInit
+from firth.models.config import BAG_OF_WORDS_FAMILY, ENCODER_HEAD_FAMILIES, AWDLSTMConfig, ELMoConfig, FanInInit
 from firth.train.recipe import AUTO_RATE
 
 # ULMFiT (Howard & Ruder 2018, sections 3.2, 3.3 and 4.1): a slanted triangular learning rate that rises for 10% of the
@@ -78,7 +78,8 @@ def finetuning_defaults(model: ModelConfig, optim: str | None = None, lora: bool
     relative = isinstance(model.init, FanInInit) and model.recurrent is None and not lora
     if optim == "adafactor" or (optim is None and relative):
         return {"optim": "adafactor", "learning_rate": float(f"{ADAFACTOR_RATE * 128 / max(model.dim, 128):.1e}")}
-    rate = 5e-5 * (768 / model.dim) ** 1.5 * (3 if model.architecture == "encoder-decoder" else 1)
+    is_higher = model.architecture == "encoder-decoder" and model.family not in ENCODER_HEAD_FAMILIES
+    rate = 5e-5 * (768 / model.dim) ** 1.5 * (3 if is_higher else 1)
     rate = 5e-3 if model.family == BAG_OF_WORDS_FAMILY else rate  # only word vectors are trained
     if isinstance(model.recurrent, AWDLSTMConfig):
         return dict(ULMFIT_DEFAULTS)

@@ -88,7 +88,7 @@ def describe_start(config: ModelConfig, recipe: FinetuneRecipe) -> list[str]:
     chain = read_chain(recipe.checkpoint)
     if not chain or recipe.from_scratch:
         return []
-    layers = config.num_layers + (config.decoder_layers if config.architecture == "encoder-decoder" else 0)
+    layers = config.num_layers + (config.decoder_layers if config.has_decoder else 0)
     return [
         f"the chain so far: {describe_chain(chain)}",
         f"the embeddings and all {layers} layers are those of {recipe.checkpoint}",

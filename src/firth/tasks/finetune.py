@@ -21,6 +21,7 @@ from firth.models import ModelConfig, read_config
 from firth.models.hf.tensors import find_weight_files
 from firth.models.lora import check_lora_support
 from firth.models.parameters import FLOAT_BYTES
+from firth.models.task_heads import GENERATIVE_TASKS
 from firth.tasks.chat import template_uses_date
 from firth.tasks.distill import check_distillation, compare_models, make_extra_examples
 from firth.tasks.finetune_data import (
@@ -43,6 +44,7 @@ from firth.tasks.results import check_baseline, check_metric, summarize_seeds
 from firth.tasks.seed_model import balance_class_weights
 from firth.tasks.seed_results import clear_diverged_seeds, report_finished_seeds, rewind_seed
 from firth.tasks.task import Task
+from firth.tasks.text_labels import TASK_PROMPTS
 from firth.tasks.train_seed import train_seeds
 from firth.tasks.try_rates import choose_learning_rate
 from firth.tasks.try_settings import check_search, search_settings
@@ -124,7 +126,7 @@ def run_seeds(
     folder = stored.parent
     clock = RunClock(folder, resume, began)
     with shared_run_folder(dist_context, folder, resume, overwrite, inputs), dist_context.enter_on_main(clock):
-        compute = choose_compute(resolve_compile_options(requested, config, len(data.train)), dist_context)
+        compute = choose_compute(resolve_compile_options(requested, task, config, len(data.train)), dist_context)
         if recipe.teacher:
             used = used_indices(recipe, data.train)
             extra = make_extra_examples(recipe, data.train, used, data.unlabeled, compute, folder)
@@ -222,11 +224,25 @@ def check_task(recipe: FinetuneRecipe) -> None:
     tokenizer = load_tokenizer(recipe.checkpoint)
     tasks = {
         name: make_task_without_examples(part.task, tokenizer, config, part)
-        for name, part in recipe.task_recipes().items()
+        for name, part in recipes_of_tasks(recipe, config).items()
     }
     task = MultiTask(tasks) if recipe.tasks else tasks[""]
     recipe.apply_head_options(task.configure_model(config))
     check_distillation(recipe, task)
+
+
+def recipes_of_tasks(recipe: FinetuneRecipe, config: ModelConfig) -> dict[str, FinetuneRecipe]:
+    """Return the recipe of each task by its name.
+
+    Several tasks of an encoder-decoder are all answered as text if one of them has no other answer.
+    """
+    parts = recipe.task_recipes()
+    if config.architecture != "encoder-decoder" or all(part.task not in GENERATIVE_TASKS for part in parts.values()):
+        return parts
+    return {
+        name: replace(part, answer="text") if part.answer == "auto" and part.task in TASK_PROMPTS else part
+        for name, part in parts.items()
+    }
 
 
 def make_run_task(recipe: FinetuneRecipe, train: Sequence[Example], tokenizer: Tokenizer, config: ModelConfig) -> Task:
@@ -234,7 +250,7 @@ def make_run_task(recipe: FinetuneRecipe, train: Sequence[Example], tokenizer: T
     if not recipe.tasks:
         return make_task(recipe.task, train, tokenizer, config, recipe)
     own = split_by_task(train)
-    parts = recipe.task_recipes()
+    parts = recipes_of_tasks(recipe, config)
     return MultiTask({name: make_task(p.task, own[name], tokenizer, config, p) for name, p in parts.items()})
 
 
@@ -242,7 +258,7 @@ def plan_finetuning(recipe: FinetuneRecipe) -> FinetuneRecipe:
     """Return the recipe with the steps and the CPU threads that its minutes allow here, without training anything."""
     start_time, config, data = time.monotonic(), read_config(recipe.checkpoint), read_finetune_data(recipe)
     task = make_run_task(recipe, data.train, load_tokenizer(recipe.checkpoint), config)
-    compute = choose_compute(resolve_compile_options(recipe, config, len(data.train)))
+    compute = choose_compute(resolve_compile_options(recipe, task, config, len(data.train)))
     with limit_threads():
         job = encode_finetune_data(recipe, task, data, compute, Path(recipe.output_dir))
         return resolve_seed_schedule(recipe, job, start_time)

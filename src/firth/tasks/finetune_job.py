@@ -161,7 +161,9 @@ def make_finetune_batch_fn(
     return batches
 
 
-def resolve_compile_options(recipe: FinetuneRecipe, config: ModelConfig, num_train_examples: int) -> FinetuneRecipe:
+def resolve_compile_options(
+    recipe: FinetuneRecipe, task: Task, config: ModelConfig, num_train_examples: int
+) -> FinetuneRecipe:
     """Return the recipe with `compile` and `engine.cuda_graphs` resolved; compile only long runs by default.
 
     Loops over positions (LSTM, CRF) are not compiled: the compiler unrolls them into one copy per position. On a GPU,
@@ -175,8 +177,7 @@ def resolve_compile_options(recipe: FinetuneRecipe, config: ModelConfig, num_tra
         recipe = replace(recipe, compile=False)
     on_gpu = select_device(SINGLE_PROCESS, recipe).type == "cuda"
     # a graph keeps the gradients of heads that a step does not use at 0, and the optimizer would move them
-    generates = recipe.answer == "text" or (config.architecture == "encoder-decoder" and not config.adds_bos)
-    has_several_heads = bool(recipe.tasks) and not generates
+    has_several_heads = isinstance(task, MultiTask) and task.has_heads
     if recipe.engine.cuda_graphs is None and recipe.compile is False and on_gpu:
         uncapturable = (
             sequential

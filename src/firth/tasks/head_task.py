@@ -38,6 +38,7 @@ from firth.models.config import (
     MultiTaskHead,
     RegressionHead,
 )
+from firth.models.task_heads import TASK_HEAD_TYPES
 from firth.objectives import IGNORE_INDEX, Batch
 from firth.tasks.logits_runner import LogitsRunner
 from firth.tasks.packing import TextPacking, pack_texts
@@ -106,7 +107,7 @@ class HeadTask:
         self.template = TaskTemplate(tokenizer, config, max_length)
         self.has_short_rows = False  # rows as short as a batch allows, for predictions
         self.label_to_id = {label: i for i, label in enumerate(self.labels)}
-        reads_encoder = self.name == "embed" or (self.name == "tag" and not config.adds_bos)
+        reads_encoder = config.reads_encoder_with(TASK_HEAD_TYPES[self.name])
         self.feeds_decoder = config.architecture == "encoder-decoder" and not reads_encoder
 
     # --- defined by each task

@@ -176,7 +176,7 @@ class FinetuneRecipe(TrainingConfig):
     answer: Literal["auto", "head", "text"] = recipe_field(
         "auto",
         "Predict with a task head (head), or let the model generate the answer (text), as T5 was published. auto "
-        "chooses text for T5, head for others.",
+        "chooses text for T5, a head on the encoder for T5Gemma, a head for others.",
     )
     max_target_length: int = recipe_field(
         0,
@@ -552,9 +552,9 @@ class FinetuneRecipe(TrainingConfig):
         defaults = {"pool": "auto", "head_dim": 0, "head_dropout": None}
         given = next(f"{name}={value}" for name, value in options.items() if value != defaults[name])
         marked = isinstance(head, ClassificationHead) and head.num_marked > 1
-        needed = {"auto": config.architecture, "last": "decoder"}.get(self.pool, "encoder")
+        known = {"encoder": ("auto", "mean", "cls"), "decoder": ("auto", "last")}.get(config.architecture, ("auto",))
         if (
-            config.architecture != needed
+            self.pool not in (("auto", "mean", "last") if config.head_reads_encoder else known)
             or marked
             or not isinstance(head, ClassificationHead | RegressionHead | MultipleChoiceHead)
         ):

@@ -14,6 +14,7 @@ from typing import Any
 from firth.core.errors import UserError, did_you_mean, quote
 from firth.core.files import read_object
 from firth.models import ModelConfig
+from firth.models.task_heads import TASK_HEAD_TYPES
 from firth.tasks.choice import ChoiceTask
 from firth.tasks.classify import ClassificationTask, PairClassificationTask
 from firth.tasks.embed import EmbeddingTask
@@ -164,10 +165,16 @@ def infer_task_metadata(name: str, examples: Sequence[Example], config: ModelCon
     return facts
 
 
+def generates_by_default(name: str, config: ModelConfig) -> bool:
+    """Whether an encoder-decoder generates the answers of a task where no one says how."""
+    has_head = name in BART_HEAD_TASKS if config.adds_bos else config.reads_encoder_with(TASK_HEAD_TYPES[name])
+    return config.architecture == "encoder-decoder" and not has_head
+
+
 def resolve_answer_mode(name: str, config: ModelConfig, answer_mode: str) -> str:
     """Return "head" or "text". Raise if the model does not support the task in this way.
 
-    auto: T5 generates its answers, as published; BART has heads for `BART_HEAD_TASKS`.
+    auto: T5 generates its answers, as published; BART has heads for `BART_HEAD_TASKS`, T5Gemma for all tasks.
     """
     if answer_mode not in ANSWER_MODES:
         known = f"{', '.join(ANSWER_MODES[:-1])} or {ANSWER_MODES[-1]}"
@@ -175,8 +182,7 @@ def resolve_answer_mode(name: str, config: ModelConfig, answer_mode: str) -> str
     if config.architecture == "encoder" and answer_mode == "text":
         raise UserError("An encoder generates no text. Take answer=head, or a decoder.")
     if answer_mode == "auto":
-        generates = config.architecture == "encoder-decoder" and not (config.adds_bos and name in BART_HEAD_TASKS)
-        answer_mode = "text" if generates and name in TASK_PROMPTS else "head"
+        answer_mode = "text" if name in TASK_PROMPTS and generates_by_default(name, config) else "head"
     if answer_mode == "head":
         return "head"
     if name not in TASK_PROMPTS:

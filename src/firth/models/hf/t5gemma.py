@@ -8,8 +8,8 @@ from typing import Any
 
 from firth.core.errors import UserError, quote
 from firth.models import presets
-from firth.models.config import LMHead, ModelConfig
-from firth.models.hf.layout import HFLayout, TensorRule, Tensors, linear_rules, qkv_rules
+from firth.models.config import ClassificationHead, LMHead, ModelConfig, TokenClassificationHead
+from firth.models.hf.layout import HFLayout, TaskArchitecture, TensorRule, Tensors, linear_rules, qkv_rules
 from firth.models.hf.llama import NULL_IS_DEFAULT, read_rope, write_rope
 from firth.models.hf.settings import ACTIVATION, HIDDEN_SIZES, HFConfigDict, Setting, SettingsTable
 
@@ -22,8 +22,8 @@ def gemma_norm(firth_name: str, hf_name: str) -> TensorRule:
 
 def t5gemma_rules(config: ModelConfig) -> Iterator[TensorRule]:
     sides = (("encoder", config.num_layers), ("decoder", config.decoder_layers))
-    yield TensorRule("embed.tokens.weight", EMBEDDINGS, is_copied=True)
-    for side, layers in sides:
+    yield TensorRule("embed.tokens.weight", EMBEDDINGS[: 1 + config.has_decoder], is_copied=True)
+    for side, layers in sides if config.has_decoder else sides[:1]:
         for i in range(layers):
             ours, theirs = f"{side}.blocks.{i}", f"model.{side}.layers.{i}"
             for name, at in (("attention", "self_attn"), ("cross", "cross_attn"))[: 1 + (side == "decoder")]:
@@ -62,8 +62,8 @@ class TwoStackSettings(SettingsTable):
         return replace(encoder, num_decoder_layers=layers, head=head, **dropout)
 
     def write(self, config: ModelConfig) -> HFConfigDict:
-        if config.bias or not config.has_decoder:
-            raise UserError("transformers has T5Gemma only without biases, and with both stacks.")
+        if config.bias:
+            raise UserError("transformers has T5Gemma only without biases.")
         stack = super().write(config) | {
             "query_pre_attn_scalar": config.head_size,
             "attn_logit_softcapping": None,
@@ -77,7 +77,7 @@ class TwoStackSettings(SettingsTable):
             "dropout_rate": config.dropout,
             "attention_dropout": config.attention_dropout,
             "tie_word_embeddings": getattr(config.head, "tied", True),
-            "is_encoder_decoder": True,
+            "is_encoder_decoder": config.has_decoder,
         }
 
 
@@ -132,6 +132,22 @@ T5GEMMA_LAYOUT = HFLayout(
         write_rope,
     ),
     lm_architecture="T5GemmaForConditionalGeneration",
+    encoder_architecture="T5GemmaEncoderModel",
+    prefix="model.",
+    task_architectures=(
+        TaskArchitecture(
+            "T5GemmaForSequenceClassification",
+            ClassificationHead((), pool="last", bias=True),
+            "score.out_proj",
+            settings={"dropout": "classifier_dropout_rate"},
+        ),
+        TaskArchitecture(
+            "T5GemmaForTokenClassification",
+            TokenClassificationHead(()),
+            "score.out_proj",
+            settings={"dropout": "classifier_dropout_rate"},
+        ),
+    ),
     aliases={EMBEDDINGS[0]: (EMBEDDINGS[1],)},
     unused_patterns=("lm_head.out_proj.weight",),
     refine_config=check_equal_embeddings,
