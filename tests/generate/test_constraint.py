@@ -427,6 +427,34 @@ def test_a_vocabulary_of_whole_words_of_bits(tokenizers: dict[str, Tokenizer]) -
     assert row.permitted().sum() == 1
 
 
+@pytest.mark.parametrize("kind", list(MODELS))
+@pytest.mark.parametrize(
+    ("text", "permits_all"),
+    [
+        ("1e400", False),
+        ("[-2e308", False),
+        ('{"1e999": 9e+309', False),
+        ("1" * 310, False),
+        ('{"a": [1.7e308, -6.02e23, 1e-400, 0e0]}', True),
+        ('["1e400", "x1e400"]', True),
+        ("1" * 309, True),
+    ],
+)
+def test_numbers_are_finite(tokenizers: dict[str, Tokenizer], kind: str, text: str, permits_all: bool) -> None:
+    """No float64 holds 1e400 or a whole number of 310 digits, and readers of JSON make it infinite."""
+    tokenizer = tokenizers[kind]
+    row, ids, found = build(tokenizer, json_schema={}).start_row(), tokenizer.encode(text), list[bool]()
+    if tokenizer.vocab.unk in ids:  # WordPiece reads no word of 300 characters
+        ids = [*tokenizer.encode("1"), *(tokenizer.backend.token_to_id("##1") for _ in text[1:])]
+    for token in ids:
+        found.append(bool(row.permitted()[token]))
+        row.accept(token)
+    assert all(found) == permits_all
+    assert all(found[:-2]), "forbidden where the number becomes infinite"
+    if kind not in EXACT_KINDS:
+        assert bool(row.readings) == permits_all
+
+
 # --- masks -----------------------------------------------------------------------------------------------------------
 
 

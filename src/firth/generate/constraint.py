@@ -39,6 +39,7 @@ from torch import Tensor
 
 from firth.core.errors import UserError, quote
 from firth.generate.grammar import MAX_CACHED_GRAMMARS, Grammar, byte_matcher, import_llguidance
+from firth.generate.json_number import NumberTokens, is_infinite, is_within_string, number_tail
 from firth.generate.json_prefix import JsonPrefix, StringRules
 from firth.tokens import TokenIds, Tokenizer
 from firth.tokens.token_bytes import is_word_break, space_is_usual, token_bytes
@@ -106,11 +107,16 @@ class ConstraintVocabulary:
         is_eos[self.eos_ids] = True
         self.eos_W = pack_mask(is_eos)
         self.eos_bits = [(int(i), int(self.eos_W[i])) for i in self.eos_W.nonzero()[0]]
+        self.numbers = NumberTokens(self.spelling.pieces)
         self.bos_token_id, self.eos_token_id = None, self.eos_ids[0]
         self.special_token_ids = list(tokenizer.vocab.special_ids)
         self.llguidance_tokens = llguidance.LLTokenizer(
             llguidance.TokenizerWrapper(self), eos_token=self.eos_ids, slices=llguidance.LLTokenizer.json_slices()
         )
+
+    def pack_tokens(self, tokens: Sequence[int]) -> np.ndarray:
+        """(W,): the bits of these tokens."""
+        return pack_mask(np.isin(np.arange(self.size), tokens))
 
     def __call__(self, text: str | bytes) -> list[int]:
         """Required by llguidance for forced text, which `Grammar.to_llguidance` switches off."""
@@ -199,11 +205,13 @@ class Constraint:
     def facts(self, ids: TokenIds) -> dict[str, Any]:
         """Return whether the text is `complete`, and its `value`: of JSON parsed, None if the text was cut."""
         complete = any(reading.matcher.is_accepting() for reading in self.read(ids))
-        text = self.text(ids)
-        return {
-            "complete": complete,
-            "value": (json.loads(text) if self.grammar.is_json else text) if complete else None,
-        }
+        value = text = self.text(ids)
+        if complete and self.grammar.is_json:
+            try:
+                value = json.loads(text)
+            except RecursionError:  # a thousand lists in each other
+                complete = False
+        return {"complete": complete, "value": value if complete else None}
 
 
 @dataclass(frozen=True)
@@ -230,6 +238,17 @@ class Reading:
     def state(self) -> tuple[Hashable, int]:
         """Equal for readings of the same tokens that the grammar cannot tell apart. The second is a length."""
         return (self.text, 0) if self.prefix is None else self.prefix.state
+
+    @property
+    def may_hold_number(self) -> bool:
+        """Whether this is JSON, outside of strings."""
+        return self.prefix is not None and self.prefix.string is None
+
+    def makes_infinite(self, piece: str, has_space: bool) -> bool:
+        """Whether a number becomes infinite with the next piece."""
+        if not self.may_hold_number:
+            return False
+        return is_infinite((b"" if has_space else number_tail(self.text.encode())) + piece.encode())
 
     def copy(self) -> Reading:
         return replace(self, matcher=self.matcher.deep_copy())
@@ -270,9 +289,12 @@ class ConstraintRow:
     def __init__(self, constraint: Constraint, readings: list[Reading], ended: bool = False) -> None:
         self.constraint, self.vocabulary = constraint, constraint.vocabulary
         self.readings, self.ended = readings, ended
+        self.tokens: list[int] = []  # so far, of JSON in exact bytes
 
     def copy(self) -> ConstraintRow:
-        return ConstraintRow(self.constraint, [reading.copy() for reading in self.readings], self.ended)
+        row = ConstraintRow(self.constraint, [reading.copy() for reading in self.readings], self.ended)
+        row.tokens = self.tokens.copy()
+        return row
 
     @property
     def has_one_reading(self) -> bool:
@@ -297,14 +319,26 @@ class ConstraintRow:
             return
         if not vocabulary.is_exact:
             permitted_W[:] = self.mask_of_readings()
+        large_W = self.large_numbers() if vocabulary.is_exact else None
+        if large_W is not None:
+            permitted_W &= ~large_W
         is_complete = any(reading.matcher.is_accepting() for reading in self.readings)
+        is_own_mask = vocabulary.is_exact and large_W is None
         if is_complete and may_end:
             permitted_W |= vocabulary.eos_W
-        elif is_complete or not vocabulary.is_exact or any(permitted_W[i] & bits for i, bits in vocabulary.eos_bits):
+        elif is_complete or not is_own_mask or any(permitted_W[i] & bits for i, bits in vocabulary.eos_bits):
             permitted_W &= ~vocabulary.eos_W
             if not permitted_W.any():
                 self.ended = not is_complete
                 permitted_W[:] = vocabulary.eos_W
+
+    def large_numbers(self) -> np.ndarray | None:
+        """(W,): the tokens with which a number of exact bytes becomes infinite; None if there are none."""
+        numbers = self.vocabulary.numbers
+        large = numbers.too_large(numbers.tail(self.tokens)) if self.constraint.grammar.is_json else []
+        if not large or is_within_string(b"".join(numbers.pieces[token] for token in self.tokens)):
+            return None
+        return self.vocabulary.pack_tokens(large)
 
     def mask_of_readings(self) -> np.ndarray:
         """(W,): the tokens that may follow in one of the readings."""
@@ -318,6 +352,8 @@ class ConstraintRow:
         vocabulary = self.vocabulary
         own = np.frombuffer(reading.matcher.compute_bitmask(), np.uint32)
         joined_W, spaced_W = own[: 2 * vocabulary.num_words].reshape(2, -1)  # a word more may follow
+        if reading.may_hold_number and (large := vocabulary.numbers.too_large(number_tail(reading.text.encode()))):
+            joined_W, spaced_W = (own_W & ~vocabulary.pack_tokens(large) for own_W in (joined_W, spaced_W))
         if not reading.num_tokens:
             return joined_W & vocabulary.starts_word_W
         if not reading.ends_word:
@@ -335,7 +371,9 @@ class ConstraintRow:
             return
         elif not self.vocabulary.is_exact:
             self.readings = self.extend_readings(token)
-        elif not self.readings[0].matcher.try_consume_tokens([token]):
+        elif self.readings[0].matcher.try_consume_tokens([token]):
+            self.tokens.append(token)
+        else:
             self.readings = []
 
     def accept_all(self, tokens: TokenIds) -> None:
@@ -347,6 +385,7 @@ class ConstraintRow:
         eos_ids, pieces = self.vocabulary.eos_ids, self.vocabulary.spelling.pieces
         self.ended = self.ended or any(token in eos_ids for token in tokens)
         own = [token for token in tokens if pieces[token] and token not in eos_ids]
+        self.tokens += own
         if self.readings[0].matcher.try_consume_tokens(own) < len(own):
             self.readings = []
 
@@ -363,7 +402,7 @@ class ConstraintRow:
             usual = is_boundary and space_is_usual(reading.text, piece)
             for has_space in [usual, not usual] if is_boundary and is_joinable else [is_boundary]:
                 own = token + self.vocabulary.spaced_offset * has_space
-                if not reading.matcher.validate_tokens([own]):
+                if not reading.matcher.validate_tokens([own]) or reading.makes_infinite(piece, has_space):
                     continue
                 unusual = (reading.num_tokens,) if has_space != usual and is_joinable else ()
                 added = " " * has_space + piece
