@@ -126,6 +126,16 @@ def test_predictions_and_scores(home: Path, tuned: FinetuneResult) -> None:
     assert "8 examples" in shown_text(scores)
 
 
+def test_attention_of_a_checkpoint_is_computed_on_the_gpu(
+    home: Path, run: PretrainResult, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    moved: list[Any] = []
+    monkeypatch.setattr("firth.commands.generate.move_for_generation", lambda model: moved.append(model) or model)
+    folder = home / "run" / "final"
+    assert repr(firth.attention(folder, "the cat")) == repr(firth.attention(firth.load(folder), "the cat"))
+    assert len(moved) == 1, "a loaded model stays where it is"
+
+
 def test_a_model_its_tokenizer_and_its_attention(home: Path, run: PretrainResult) -> None:
     model = firth.load(home / "run" / "final")
     assert all(name in shown_text(model) for name in ("bert", f"{model.num_parameters:,}", "MLM", "wordpiece"))

@@ -74,9 +74,13 @@ def attention(checkpoint: str | Path | Model, text: str, target: str = "") -> At
     """The attention weights of a text, of every layer and head, with the name of what each head does.
 
     With `target`, the text of the decoder, an encoder-decoder also has the weights of decoder and cross-attention. In a
-    notebook the result is a picture of each head; `head(layer, head)` enlarges one.
+    notebook the result is a picture of each head; `head(layer, head)` enlarges one. A checkpoint is computed on the GPU
+    where there is one; a model stays where it is.
     """
+    from firth.commands.generate import move_for_generation
     from firth.evaluate.attention_view import Attention
     from firth.models import load_model
 
-    return Attention(load_model(checkpoint) if isinstance(checkpoint, str | Path) else checkpoint, text, target)
+    if isinstance(checkpoint, str | Path):
+        checkpoint = move_for_generation(load_model(checkpoint))
+    return Attention(checkpoint, text, target)
