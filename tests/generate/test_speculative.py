@@ -2,18 +2,25 @@
 
 from __future__ import annotations
 
+from collections import Counter
+from collections.abc import Sequence
 from dataclasses import replace
+from itertools import product
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from generate.test_loop import PROMPTS
+from torch import Tensor
 
 from firth import api
 from firth.commands.generate import generate_in_batches
 from firth.core.errors import UserError
-from firth.generate import GenerationConfig, generate_sequences
+from firth.generate import GenerationConfig, generate_sequences, speculative
 from firth.generate.speculative import count_accepted, generate_speculative, sample_after_drafts
+from firth.models.config import LearnedPosition
+from firth.tokens import TokenIds
 
 ROWS = 400_000
 
@@ -47,6 +54,52 @@ def test_the_distribution_is_the_targets() -> None:
     assert ((found - wanted).abs() < 5 * (wanted * (1 - wanted) / ROWS).sqrt() + 1e-6).all()
 
 
+class TableSide:
+    """A model whose next token depends on the last one alone, in place of `SpeculativeSide`."""
+
+    def __init__(
+        self, logits_VV: Tensor, prompt: TokenIds, budget: int, config: GenerationConfig, vocab_size: int = 0
+    ) -> None:
+        self.logits_VV, self.ids, self.num_prompt, self.vocab_size = logits_VV, list(prompt), len(prompt), 3
+        self.state, self.eos_ids = SimpleNamespace(device="cpu"), ()
+        self.last_1V = logits_VV[prompt[-1:]]
+
+    @property
+    def num_new(self) -> int:
+        return len(self.ids) - self.num_prompt
+
+    def append(self, ids: Sequence[int]) -> Tensor:
+        logits_TV = torch.cat([self.last_1V, self.logits_VV[list(ids)]])
+        self.ids, self.last_1V = [*self.ids, *ids], logits_TV[-1:]
+        return logits_TV
+
+    def truncate(self, num_new: int, last_1V: Tensor) -> None:
+        del self.ids[self.num_prompt + num_new :]
+        self.last_1V = last_1V
+
+    def probabilities(self, logits_TV: Tensor, step: int) -> Tensor:
+        return logits_TV.softmax(-1)
+
+
+def test_the_loop_keeps_the_distribution(monkeypatch: pytest.MonkeyPatch) -> None:
+    """All texts of three tokens, written in several passes, have the probability of the target."""
+    monkeypatch.setattr(speculative, "SpeculativeSide", TableSide)
+    torch.manual_seed(1)
+    V, rows = 3, 600
+    target_VV, draft_VV = (2 * torch.randn(V, V, dtype=torch.double) for _ in range(2))
+    config, counts = GenerationConfig(temperature=1.0, seed=3), Counter[tuple[int, ...]]()
+    monkeypatch.setattr(speculative, "fit_prompt", lambda draft, prompt, limit: prompt)
+    for row in range(rows):
+        sequence, _ = speculative.decode_row(target_VV, draft_VV, [0], 3, config, row, None, False)  # type: ignore[arg-type]
+        counts[tuple(sequence.tokens)] += 1
+    p_VV = target_VV.softmax(-1)
+    chi_squared = 0.0
+    for a, b, c in product(range(V), repeat=3):
+        expected = rows * float(p_VV[0, a] * p_VV[a, b] * p_VV[b, c])
+        chi_squared += (counts[a, b, c] - expected) ** 2 / expected
+    assert chi_squared < 60, "26 degrees of freedom: 0.0002 of all seeds are above"
+
+
 @pytest.mark.parametrize("family", ["gpt2", "llama", "t5"])
 def test_greedy_is_greedy(family: str, untrained: Any) -> None:
     model = untrained(family)
@@ -69,6 +122,23 @@ def test_a_sample_of_the_model_itself_is_always_accepted(untrained: Any) -> None
     assert tokens_per_pass > 5
     assert len({tuple(s.tokens) for s in found}) == 8
     assert [s.tokens for s in again] == [s.tokens for s in found[2:]]
+
+
+@pytest.mark.parametrize("family", ["gpt2", "t5"])
+def test_a_draft_with_fewer_positions_and_another_padding(family: str, untrained: Any) -> None:
+    """Models with one tokenizer pad their vocabularies differently; a draft may not read the whole prompt."""
+    model = untrained(family)
+    if family == "gpt2":
+        model = untrained(replace(model.config, position=LearnedPosition(64)))
+    size, prompts = model.config.vocab_size, [(ids * 9)[:40] for ids in PROMPTS[:2]]
+    config = GenerationConfig(max_new_tokens=9)
+    wanted = generate_sequences(model, prompts, config, logprobs=False)
+    for vocab_size in (size - 5, size + 60):
+        changes = {"position": LearnedPosition(16)} if family == "gpt2" else {}
+        draft = untrained(replace(model.config, vocab_size=vocab_size, **changes), 1)
+        draft.tokenizer = model.tokenizer
+        found, _ = generate_speculative(model, draft, prompts, config, logprobs=False)
+        assert [s.tokens for s in found] == [s.tokens for s in wanted]
 
 
 def test_a_tiny_temperature_is_greedy(untrained: Any) -> None:

@@ -30,7 +30,7 @@ from torch import Tensor
 from firth.core.errors import UserError
 from firth.generate.config import GenerationConfig
 from firth.generate.decode_state import CachedDecode, check_can_generate, eval_mode, get_mask_ids, require_tokenizer
-from firth.generate.length_budget import make_length_budget
+from firth.generate.length_budget import drop_beginning, make_length_budget, prefix_ids
 from firth.generate.loop import GeneratedSequence, StopFn, forced_tokens
 from firth.generate.sampling import LogitsProcessor, sample_from_uniform, warp_logits
 from firth.models import EncoderDecoder, Model
@@ -76,13 +76,20 @@ def sample_after_drafts(p_BTV: Tensor, q_BKV: Tensor, accepted_B: Tensor, unifor
 
 
 class SpeculativeSide:
-    """One of the two models with its cache, over one text that grows, and shrinks by rejected drafts."""
+    """One of the two models with its cache, over one text that grows, and shrinks by rejected drafts.
 
-    def __init__(self, model: Model, prompt: TokenIds, budget: int, config: GenerationConfig) -> None:
+    Logits get `vocab_size` entries: models with one tokenizer may pad their vocabularies to different sizes.
+    """
+
+    def __init__(
+        self, model: Model, prompt: TokenIds, budget: int, config: GenerationConfig, vocab_size: int | None = None
+    ) -> None:
         self.state, self.config = CachedDecode(model, [prompt], budget + MAX_DRAFT_TOKENS + 1), config
         self.state.cache.is_static = False  # several tokens at once
         self.eos_ids = check_can_generate(model)
-        self.last_1V = self.state.prefill()  # logits after all tokens in the cache
+        logits_1V = self.state.prefill()
+        self.vocab_size = vocab_size or logits_1V.shape[1]
+        self.last_1V = self.fit_vocabulary(logits_1V)  # logits after all tokens in the cache
         self.prompt_length = self.state.cache.max_row_length
         self.processor = LogitsProcessor(
             [prompt], config, self.eos_ids, self.last_1V.shape[1], self.last_1V.device, forced_tokens(model), [budget]
@@ -101,14 +108,18 @@ class SpeculativeSide:
         state, cache = self.state, self.state.cache
         while cache.max_row_length + len(ids) > cache.size:
             cache.grow(min(state.max_capacity, 2 * cache.size))
-        token_1T = torch.tensor([list(ids)], device=state.device)
+        token_1T = torch.tensor([list(ids)], device=state.device).clamp(max=state.model.config.vocab_size - 1)
         position_1T = cache.max_row_length + torch.arange(len(ids), device=state.device)[None]
         if state.max_length is not None:
             position_1T = position_1T.clamp(max=state.max_length - 1)
-        logits_TV = state.compute_logits(cache.decode_step(state.embed(token_1T, position_1T))[0])
+        logits_TV = self.fit_vocabulary(state.compute_logits(cache.decode_step(state.embed(token_1T, position_1T))[0]))
         cache.advance(len(ids))
         self.last_1V = logits_TV[-1:]
         return torch.cat([before_1V, logits_TV])
+
+    def fit_vocabulary(self, logits_TV: Tensor) -> Tensor:
+        """Drop or forbid tokens that only one of the models has."""
+        return torch.nn.functional.pad(logits_TV, (0, self.vocab_size - logits_TV.shape[1]), value=float("-inf"))
 
     def truncate(self, num_new: int, last_1V: Tensor) -> None:
         """Keep the first `num_new` new tokens, after which the logits are `last_1V`."""
@@ -163,7 +174,8 @@ def decode_row(
     keeps_logprobs: bool,
 ) -> tuple[GeneratedSequence, int]:
     """Return one sequence, and the number of passes of the target."""
-    target, proposer = (SpeculativeSide(side, prompt, limit, config) for side in (model, draft))
+    target = SpeculativeSide(model, prompt, limit, config)
+    proposer = SpeculativeSide(draft, fit_prompt(draft, prompt, limit), limit, config, target.vocab_size)
     rng, ids, logprobs = CounterRNG(config.seed, np.array([row])), list[int](), list[float]()
     num_drafts, passes, is_ended, is_stopped = INITIAL_DRAFT_TOKENS, 0, False, False
 
@@ -195,6 +207,15 @@ def decode_row(
             if is_ended or is_stopped:
                 break
     return GeneratedSequence(ids[: len(ids) - is_ended], is_ended or is_stopped, logprobs, sum(logprobs)), passes
+
+
+def fit_prompt(draft: Model, prompt: TokenIds, limit: int) -> TokenIds:
+    """Return the end of a prompt, for a draft with fewer positions than the model: the model checks what it says."""
+    length = draft.config.max_length
+    if length is None:
+        return prompt
+    kept = length if isinstance(draft, EncoderDecoder) else max(length - limit, length // 2)
+    return drop_beginning(prompt, kept, prefix_ids(draft))
 
 
 def propose(
