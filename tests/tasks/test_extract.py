@@ -151,6 +151,12 @@ def test_field_scores_by_hand() -> None:
         assert additive.score_sample(torch.ones(3, dtype=torch.float64).numpy()) == pytest.approx(scores[name])
 
 
+def test_a_field_matches_as_the_objects_do() -> None:
+    """The order of a list does not count, and true is not 1, in `match.NAME` as in `exact_match`."""
+    scores = compute_metrics("extract", ['{"a": true, "b": ["y", "x"]}'], ['{"a": 1, "b": ["x", "y"]}'])
+    assert (scores["field_f1"], scores["match.a"], scores["match.b"]) == (pytest.approx(2 / 3), 0, 1)
+
+
 def test_given_schema_that_is_wrong(data: tuple[Path, Path], tmp_path: Path) -> None:
     schema = tmp_path / "schema.json"
     schema.write_text('{"properties": {"age": {"format": "year"}}}')

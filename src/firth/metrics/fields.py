@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from firth.metrics.classification import check_same_length
@@ -68,6 +68,11 @@ def iter_fields(value: Any, path: str = "") -> Iterator[tuple[str, str]]:
         yield path, json.dumps(int(value) if is_whole else value, ensure_ascii=False)
 
 
+def fields_of(value: Mapping[str, Any], name: str) -> Fields:
+    """Return the fields of a top-level field; none if it is absent."""
+    return Fields(iter_fields({name: value[name]} if name in value else {}))
+
+
 def count_fields(prediction: Any, reference: Any) -> FieldCounts:
     """Compare one predicted object with the true one; both are objects or JSON text."""
     predicted, true = parse_object(prediction), parse_object(reference)
@@ -79,7 +84,8 @@ def count_fields(prediction: Any, reference: Any) -> FieldCounts:
 def field_scores(predictions: Sequence[Any], references: Sequence[Any]) -> dict[str, float]:
     """Return F1, precision and recall over all fields, the share of exact objects and of valid JSON.
 
-    `match.NAME` is the share of examples whose top-level field NAME is exactly right: equal, or absent in both.
+    `match.NAME` is the share of examples whose top-level field NAME is exactly right: it has the same fields, or is
+    absent in both.
     """
     check_same_length(predictions, references)
     sums = FieldCounts(*map(sum, zip(*map(count_fields, predictions, references), strict=True)))
@@ -92,6 +98,6 @@ def field_scores(predictions: Sequence[Any], references: Sequence[Any]) -> dict[
     }
     pairs = [(parse_object(p), parse_object(r) or {}) for p, r in zip(predictions, references, strict=True)]
     for name in dict.fromkeys(name for _, true in pairs for name in true):
-        hits = [p is not None and (name in p) == (name in true) and p.get(name) == true.get(name) for p, true in pairs]
+        hits = [p is not None and fields_of(p, name) == fields_of(true, name) for p, true in pairs]
         scores[f"match.{name}"] = sum(hits) / len(hits)
     return scores
