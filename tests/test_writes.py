@@ -34,6 +34,7 @@ EXCEPTIONS = {
     ("text/exact_dedup.py", "__init__"): "a temporary table, removed at the end",
     ("text/corpus.py", "spool_stream"): "a file in a TemporaryDirectory",
     ("tokens/workers.py", "worker_main"): "a pipe",
+    ("core/memory.py", "reset_peak_memory"): "a switch of the kernel in /proc",
     ("train/tracker_process.py", "silence_output"): "the null device",
     ("train/tracker_process.py", "folder_lock"): "a folder, to lock it",
     ("tokens/cluster/guard.py", "child_main"): "a pipe",
