@@ -26,8 +26,9 @@ from firth.models.presets import bag_of_words
 from firth.recipes import finetuning_defaults, named_finetuning_defaults, pretraining_recipe
 from firth.tasks.registry import make_task
 from firth.text import Example
-from firth.tokens import load_tokenizer, train_tokenizer
+from firth.tokens import load_tokenizer, open_shards, train_tokenizer
 from firth.train import Recipe, TrainingConfig, load_recipe
+from firth.train.batch_size import MemoryTrial
 from firth.train.optim import learning_rate_at
 from firth.train.pretrain import build_pretrain_model
 from firth.train.unfreeze import FreezeSchedule, trainable_parameters
@@ -149,6 +150,13 @@ def test_evaluated_and_embedded(name: str, run_of: Callable[[str], Path], text: 
     vectors = api.embed(final, ["the cat ran", "the zebra ran", "the gnu ran"])
     assert vectors.shape == (3, read_config(final).dim)
     assert np.allclose(vectors[1], vectors[2]) == (name == "ulmfit-tiny"), "only ELMo reads words it has never met"
+
+
+def test_the_micro_batch_of_elmo_is_measured(run_of: Callable[[str], Path]) -> None:
+    """A trial step spells words by the tokenizer of the shards."""
+    run = run_of("elmo-tiny")
+    trial = MemoryTrial(load_recipe(run / "recipe.yaml", Recipe), open_shards(run / "data"), torch.device("cpu"))
+    assert 0 < trial.saved_bytes(2) < trial.saved_bytes(4)
 
 
 def test_elmo_word_vectors_come_from_characters(
@@ -319,8 +327,6 @@ def finetune_defaults() -> Any:
 
 
 def test_shards_of_a_reversed_model_are_reversed(text: Path, tmp_path: Path) -> None:
-    from firth.tokens import open_shards
-
     api.tokenizer([text], tmp_path / "there", kind="word", vocab_size=100)
     api.tokenizer([text], tmp_path / "back", kind="word", vocab_size=100, reverse=True)
     tokens = []

@@ -205,6 +205,7 @@ class MemoryTrial:
             compute = replace(choose_compute(self.recipe), device=device, cuda_graphs=False, compile_regions=False)
         self.dataset = make_row_dataset(self.recipe, shards, held_out=False)
         self.model = make_model(recipe.model).to(device)
+        self.model.tokenizer = shards.tokenizer  # ELMo reads the letters of its words
         self.run = TrainingRun(self.recipe, compute, self.model, batch_fn=lambda step: [])
         self.runner, self.optimizer = build_step_runner(self.run), make_optimizer(self.model, self.recipe)
 
