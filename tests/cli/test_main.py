@@ -443,6 +443,22 @@ def test_help_fits_on_two_screens(command: str, firth: Firth) -> None:
     assert firth(command, "--help-all").out.count("--json") >= (command not in WITHOUT_JSON)
 
 
+@pytest.mark.parametrize(
+    ("command", "there", "absent"),
+    [
+        ("chat", "--temperature", "--length-penalty"),  # it has no --num-beams
+        ("predict", "Print a JSON object for each input.", "Print one JSON object"),
+        ("finetune", "[default: adafactor for T5s without LoRA, else adamw]", "for new Transformers"),
+        ("adapt", "[default: that of the checkpoint's run, else 128]", "[default: 128]"),
+        ("pretrain", "One of targets, all. [default: targets]", "[default: None]"),
+    ],
+)
+def test_help_tells_what_the_command_does(command: str, there: str, absent: str, firth: Firth) -> None:
+    text = " ".join(firth(command, "--help-all").out.split())
+    assert there in text
+    assert absent not in text
+
+
 @pytest.mark.parametrize("command", ["pretrain", "finetune"])
 def test_help_all_has_every_option_of_a_run(command: str, firth: Firth) -> None:
     text = firth(command, "--help-all").out.replace("[no-]", "")
@@ -459,7 +475,8 @@ def test_options_come_from_fields() -> None:
 
     @dataclass
     class Engine:
-        weights: str = field(default="float32", metadata={"help": "Keep the weights in this type."})
+        weights: Literal["float32", "bf16"] = field(default="float32", metadata={"help": "Keep the weights so."})
+        fused: bool = field(default=True, metadata={"help": "Fuse."})
 
     @dataclass
     class Config:
@@ -478,7 +495,10 @@ def test_options_come_from_fields() -> None:
     )
     assert (found["rate"].convert("1e-3"), found["rate"].resolve(None), found["top"].resolve(None)) == (1e-3, None, 5)
     assert found["json"].label == "--json"
-    assert command.nested_fields(Config) == [("engine.weights=...", "Keep the weights in this type.")]
+    assert [(name, text.replace("\xa0", " ")) for name, text in command.nested_fields(Config)] == [
+        ("engine.weights=...", "Keep the weights so. One of float32, bf16. [default: float32]"),
+        ("engine.fused=...", "Fuse. [default: on]"),
+    ]
     for name, text, message in (
         ("rate", "fast", "--rate: 'fast' is not a number."),
         ("top", "2.5", "--top: '2.5' is not a whole number."),

@@ -486,7 +486,11 @@ def test_invalid_inputs_raise(
 @pytest.mark.parametrize(
     ("family", "fields", "message"),
     [
-        ("bert", {"task": "lm"}, "lm needs a model that writes.* can learn every task but text-to-text"),
+        (
+            "bert",
+            {"task": "lm"},
+            "lm needs a model that writes.* every task but lm, preference, extract and text-to-text",
+        ),
         ("bert", {"task": "text-to-text"}, "text-to-text needs a model that writes"),
         ("bert", {"answer": "text"}, "An encoder generates no text"),
         ("t5", {"task": "tag", "answer": "text"}, "cannot be generated as text: take answer=head"),

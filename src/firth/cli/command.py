@@ -71,6 +71,7 @@ RARE_OPTIONS = (
 )
 TEXT_OPTIONS = ("text", "prompt", "stop", "compare", "among", "template", "regex", "choices")  # that a tokenizer reads
 VALUE_NAMES = {int: "a whole number", float: "a number"}
+NO_BREAK_SPACE = "\xa0"
 METAVARS = {int: "N", float: "X", str: "TEXT"}
 
 
@@ -101,6 +102,12 @@ class Option(NamedTuple):
         if self.kind is bool:
             return self.flag if self.default is False else f"--[no-]{self.flag[2:]}"
         return f"{self.flag} {self.metavar}"
+
+    @property
+    def default_note(self) -> str:
+        """The default as --help writes it, behind the help text; a short one is not wrapped."""
+        note = f" [default: {self.shown_default}]" if self.shown_default else ""
+        return note.replace(" ", NO_BREAK_SPACE).replace(NO_BREAK_SPACE, " ", 1) if len(note) < 24 else note
 
     def convert(self, text: str) -> Any:
         """The value that `text` stands for; a UserError that names both if there is none."""
@@ -232,13 +239,15 @@ def value_type(hint: Any) -> tuple[type, bool, tuple[str, ...]]:
 def nested_fields(config_type: type) -> list[tuple[str, str]]:
     """Name and help text of each KEY=VALUE that has one: the fields of a recipe's nested dataclasses."""
     hints = get_type_hints(config_type)
-    return [
-        (f"{outer.name}.{inner.name}=...", inner.metadata["help"])
-        for outer in fields(config_type)
-        if is_dataclass(hints[outer.name])
-        for inner in fields(hints[outer.name])
-        if inner.metadata.get("help")
-    ]
+    found = []
+    for outer in fields(config_type):
+        kind = hints[outer.name]
+        for inner in fields(kind) if is_dataclass(kind) else ():
+            if inner.metadata.get("help"):
+                o = make_option(inner, get_type_hints(kind)[inner.name], {}, KEY_VALUE, None, False)
+                choices = f" One of {', '.join(o.choices)}." if o.choices else ""
+                found.append((f"{outer.name}.{inner.name}=...", o.help + choices + o.default_note))
+    return found
 
 
 def add_command(

@@ -588,7 +588,7 @@ def read_input_file(file: str, columns: tuple[str, ...], encoding: str) -> list[
     opt.ChatOptions,
     GenerationConfig,
     "temperature top_k top_p repetition_penalty seed stop",
-    hidden_fields=("num_beams", "num_return_sequences"),
+    hidden_fields=("num_beams", "length_penalty", "early_stopping", "num_return_sequences"),
     examples="""
 firth chat assistant/final
 firth chat assistant/final --system "Answer briefly." --temperature 0.7

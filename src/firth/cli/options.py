@@ -25,6 +25,7 @@ from firth.text.normalize import NORMALIZERS
 from firth.tokens.cluster.options import TOPIC as CLUSTER
 from firth.tokens.cluster.options import EngineOptions
 from firth.tokens.extend import MAX_NEW_TOKENS, MIN_TOKEN_COUNT
+from firth.train.recipe import MAX_ROW_TOKENS
 
 # --- options that several commands share
 
@@ -282,6 +283,11 @@ class AdaptOptions(RecipeOptions, TextOptions, ResumeOptions, DryRunOptions):
         topic="Tokenizer",
     )
     held_out: float = option(0.05, "Hold out this fraction of the documents, to measure on.")
+    max_seq_length: int | None = option(
+        None,
+        "Set the row length in tokens. Default: that of the checkpoint's run, else 128.",
+        bounds={"ge": 4, "le": MAX_ROW_TOKENS},
+    )
 
 
 @dataclass(kw_only=True)
@@ -476,7 +482,7 @@ class EvaluateOptions(OutputOptions):
 
 
 @dataclass(kw_only=True)
-class PredictOptions(JsonOptions):
+class PredictOptions:
     checkpoint: str = option(..., "A fine-tuned checkpoint: RUN/final.", argument=True)
     text: list[str] | None = option(
         None,
@@ -513,6 +519,7 @@ class PredictOptions(JsonOptions):
         "Generate at most this many tokens for an answer. Default: as fine-tuned; lm: 256.",
         bounds={"ge": 1},
     )
+    json: bool = option(False, "Print a JSON object for each input.")
 
 
 @dataclass(kw_only=True)

@@ -68,9 +68,7 @@ def render_help(
         lines += ["", f"{topic}:"]
         for o in shown:
             if o.topic == topic:
-                default = f" [default: {o.shown_default}]" if o.shown_default else ""
-                default = default.replace(" ", "\xa0").replace("\xa0", " ", 1) if len(default) < 24 else default
-                lines += render_row(o.label, shorten(o.help) + default)
+                lines += render_row(o.label, shorten(o.help) + o.default_note)
     if show_all and nested:
         lines += ["", f"{KEY_VALUE}:", *(line for label, text in nested for line in render_row(label, text))]
     lines += [""] + [line for o in options if o.topic == KEY_VALUE for line in wrap(f"KEY=VALUE: {o.help}", "  ")]

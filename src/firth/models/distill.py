@@ -40,7 +40,7 @@ def check_distillation_pair(student: Model, teacher: Model, spec: Distillation) 
         raise UserError("The teacher has a classifier's head: it must be a language model.")
     if student.config.vocab_size != teacher.config.vocab_size:
         sizes = f"{student.config.vocab_size:,} tokens and the teacher's {teacher.config.vocab_size:,}"
-        raise UserError(f"The model's vocabulary has {sizes}: they must be the same.")
+        raise UserError(f"The model's vocabulary has {sizes}: tokenize the text with --tokenizer TEACHER.")
     if spec.cosine and student.config.dim != teacher.config.dim:
         raise UserError(
             f"The cosine loss needs equal widths: student {student.config.dim}, teacher {teacher.config.dim}. "

@@ -212,7 +212,14 @@ class FinetuneRecipe(TrainingConfig):
         "Passes over the training examples, if --max-steps is not given.",
         shown_default="3, but at least 200 steps",
     )
-    adam_beta2: float = recipe_field(0.999, "AdamW's second decay rate.")
+    optim: Literal["adamw", "muon", "adafactor", "lamb"] = recipe_field(
+        "adamw",
+        "Choose the optimizer. Adafactor is T5's, with little memory; Muon orthogonalises each weight matrix's update "
+        "and uses AdamW for all other parameters; LAMB scales each update to its matrix's norm.",
+        shown_default="adafactor for T5s without LoRA, else adamw",
+    )
+    weight_decay: float = recipe_field(0.01, "Set the weight decay of matrices; 0 turns it off.", ge=0)
+    adam_beta2: float = recipe_field(0.999, "Set beta2 of AdamW and LAMB.", ge=0, lt=1)
     compile: bool | None = recipe_field(
         None,
         "Compile the step (torch.compile) and pad batches to three or four shapes. Default: on for a GPU and at least "

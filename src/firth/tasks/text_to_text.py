@@ -94,7 +94,7 @@ def check_task_can_generate(task: str, config: ModelConfig) -> None:
     if config.architecture == "encoder" and not (config.predicts_at_mask and task == TextToTextTask.name):
         raise UserError(
             f"{task} needs a model that writes: a decoder or an encoder-decoder. This {config.family} is an encoder, "
-            "which can learn every task but text-to-text (UniLM can) and lm."
+            "which can learn every task but lm, preference, extract and text-to-text (UniLM can)."
         )
 
 

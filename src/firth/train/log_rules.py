@@ -676,7 +676,7 @@ LOG_RULES: tuple[Rule[LogFacts], ...] = (
         "error",
         "the learning rate is too high",
         f"the smoothed training loss rose by {RISE_NATS} nats and {RISE_SHARE:.0%} above its minimum; or, with more "
-        f"than {RATE_FACTOR:g} times the recommended rate, it stays at the unigram entropy, or hardly falls less than "
+        f"than {RATE_FACTOR:g} times the recommended rate, it stays at the unigram entropy, or hardly falls before "
         "half of the way to a bigram model",
         check_rate_high,
     ),

@@ -42,7 +42,7 @@ def make_distillation_loss_fn(teacher: Model | None, model: Model, recipe: Recip
         return None
     student, master = check_distillation_pair(model, teacher, recipe.distillation)
     if teacher.tokenizer and model.tokenizer and teacher.tokenizer.fingerprint != model.tokenizer.fingerprint:
-        raise UserError(f"{recipe.teacher} has another tokenizer than the data: prepare the text with the teacher's.")
+        raise UserError(f"{recipe.teacher} has another tokenizer than the data: tokenize it with --tokenizer TEACHER.")
     if recipe.knowledge_transfer.strategy == "none":
         return partial(distillation_losses, student, master, spec=recipe.distillation, with_metrics=True)
     check_transfer_pair(student, master)
