@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import pickle
+import re
 import shutil
 import sys
 from dataclasses import replace
@@ -567,3 +568,14 @@ def test_a_run_chooses_its_batch_and_keeps_it(home: Path, tmp_path: Path, capsys
     assert (small.global_batch_size, small.learning_rate) == (2, recipe.learning_rate / 2)
     dry = firth.pretrain("bert-tiny", home / "shards", tmp_path / "none", dry_run=True, **run)
     assert (dry["tokens_per_step"], dry["rows_per_step"], dry["learning_rate"]) == (64, 2, small.learning_rate)
+
+
+@pytest.mark.parametrize("name", [name for name in firth.__all__ if name != "UserError"])
+def test_docstrings_explain_all_arguments(name: str) -> None:
+    function = getattr(firth, name)
+    text = inspect.getdoc(function) or ""
+    if "the arguments of `pretrain`" in text:
+        text += inspect.getdoc(firth.pretrain) or ""
+    arguments = inspect.signature(function).parameters
+    missing = [argument for argument in arguments if not re.search(rf"\b{argument}\b", text)]
+    assert missing == []

@@ -58,10 +58,12 @@ def adapt(
 ) -> AdaptResult:
     """Continue the pretraining of a checkpoint on a domain; measure both it and general text before and after.
 
+    `data` is text of the domain, of which `held_out` is kept to measure on; the run is written to `output_dir`.
     `general` is text of the kind that the checkpoint was trained on; by default the text of its own run, where that
     still exists. `replay_share` of the training tokens come from it. `new_tokens` is "auto", which adds tokens to the
     tokenizer where they pay, or their number. `options` are fields of the recipe, and arguments of Corpus. The
-    objective is that of the checkpoint.
+    objective is that of `checkpoint`. `config`, `overrides`, `resume`, `overwrite`, `allow_change`, `rewind` and
+    `dry_run` are as in `pretrain`.
 
     The results have bits per byte and tokens per word of `domain` and `general` `before` and `after`, and `forgetting`:
     by how much the bits per byte of general text have risen.

@@ -8,7 +8,7 @@ from firth.commands.results import DoctorResult
 
 
 def doctor(run: str | Path) -> DoctorResult:
-    """Examine the folder of a pretraining or a fine-tuning, and return the findings and what the loss should be.
+    """Examine the folder `run` of a pretraining or a fine-tuning, and return the findings and what the loss should be.
 
     Each finding has a rule, a level (error, warning or info), its evidence in numbers, the likely cause and a command
     to try next. Nothing is trained and nothing is written.

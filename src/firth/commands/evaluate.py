@@ -33,8 +33,9 @@ def evaluate(
 
     The default folder is evaluate-TASK-FILE beside the checkpoint, numbered if it has other results. The default `task`
     is the one that the checkpoint was fine-tuned for. `settings` are those of the task, as `stride` for perplexity.
-    `shots=4, train=FILE` scores labels in a prompt with demonstrations, without fine-tuning. The task "induction" needs
-    no `data`.
+    `columns` renames columns: `{"text": "body"}`. `encoding` and `documents` say how files are read. `overwrite`
+    replaces other results in the folder. `shots=4, train=FILE` scores labels in a prompt with demonstrations, without
+    fine-tuning. The task "induction" needs no `data`.
     """
     task = task or read_finetuned_task(checkpoint)
     if (data is None) != (task == "induction"):
@@ -67,8 +68,10 @@ def evaluate_suite(
 ) -> EvaluationResult:
     """Fine-tune and score a checkpoint on every task of a suite: "glue", "superglue", or a file that lists tasks.
 
-    `options` and `overrides` are fields of the fine-tuning recipe. `metrics` has the score of each task and the
-    average. `resume` keeps finished tasks.
+    `data` has a folder for each task of GLUE or SuperGLUE; `tasks` takes some of them. Each is fine-tuned with `seeds`
+    seeds. `options`, `overrides` and the YAML file `config` set fields of the fine-tuning recipe. `metrics` has the
+    score of each task and the average. Results are written to `output_dir`; `resume` keeps its finished tasks,
+    `overwrite` replaces it.
     """
     path = Path(output_dir) if output_dir else default_evaluation_folder(checkpoint, Path(suite).stem)
     changes = merge_recipe_changes(config, options, overrides, {})
@@ -93,9 +96,9 @@ def predict(
 
     An input is a text, a list of texts (a pair; question and context; context and choices) or a record with the columns
     of the training file. Several inputs give a list of records, a single text or record gives one. `task` selects one
-    of several tasks. Generated answers have at most `max_new_tokens` tokens: by default those of the fine-tuning, for
-    lm 256 or half of the model's positions. To ask repeatedly, load the model once:
-    `firth.Predictor(checkpoint).predict(inputs)`.
+    of several tasks. `batch_size` inputs are computed together. Generated answers have at most `max_new_tokens` tokens:
+    by default those of the fine-tuning, for lm 256 or half of the model's positions. To ask repeatedly, load the model
+    once: `firth.Predictor(checkpoint).predict(inputs)`.
     """
     from firth.evaluate.predict import Predictor
 

@@ -38,6 +38,7 @@ def export(
     for llama.cpp, with weights of the type `dtype`: "f32", "f16" (default) or "q8_0". "word2vec" and "glove" write word
     vectors as gensim reads them, "firth" a checkpoint of them for `finetune`; the checkpoint can then be a file of
     vectors. `task` names one of several tasks with heads: the export is a model for it alone.
+    `overwrite` replaces an earlier export.
     """
     check_export_options(format, check, task, quantize, data, dtype)
     settings: dict[str, Any] = {

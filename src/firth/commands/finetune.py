@@ -52,6 +52,9 @@ def finetune(
     Mappings of names to files as `train` and `dev` train on several tasks at once (T5, section 3.5.2), with `task` and
     `prefix` by name too. The defaults are the task that the columns tell, and the prefix "NAME: ".
 
+    `options` and `overrides` are fields of the recipe, as `seeds=5` and `{"engine.weights": "bf16"}`; `config` is a
+    YAML file of them. The run is written to `output_dir`: `resume` continues a stopped one, `overwrite` replaces it.
+
     `learning_rate` is a number, or "auto" (the default): the best of three tried on a split of train. `search` tries so
     many settings of rate, epochs, batch size, layer decay and warm-up there instead, except those that are given.
 

@@ -162,7 +162,7 @@ def generate_in_batches(
 
 
 def fill(checkpoint: str | Path | Model, text: str, top: int = 5, bf16: bool = False) -> Blanks:
-    """The most likely words for the blanks of a text.
+    """The `top` most likely words for each blank (`___`) of a text.
 
     A checkpoint is computed on the GPU where there is one, with `bf16` in bfloat16; a model stays where it is.
     """

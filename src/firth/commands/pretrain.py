@@ -54,6 +54,12 @@ def pretrain(
 ) -> PretrainResult:
     """Pretrain a model (preset, config or checkpoint) on shards or on text.
 
+    `data` is a folder of shards, or text: for text a tokenizer of `vocab_size` tokens (0: by the size of the text) is
+    trained, which lowercases with `lowercase`, unless `tokenizer` names a folder. `held_out` is the share of the
+    documents for evaluation. `objective` is a name of `firth.objectives.OBJECTIVES`, by default the family's. The run
+    is written to `output_dir`: `resume` continues a stopped one, `overwrite` replaces it. `config` is a YAML file of
+    recipe fields.
+
     "encoder", "decoder" or "encoder-decoder" as `model` plans size and settings for text, budget and machine, as `plan`
     does. `options` are fields of the recipe, and arguments of Corpus: `documents`, `columns`, `normalize` and so on;
     `overrides` sets nested fields by their dotted names. A resumed run whose recipe or shards have changed is refused
@@ -177,11 +183,13 @@ def plan(
     """Plan a pretraining: size and settings of the best model for a text, a budget and this machine.
 
     `model` is "encoder", "decoder", "encoder-decoder" or a preset. The budget is `minutes`, `passes` over the text or
-    `tokens` to read. Without one it is that of `pretrain`: 30 minutes, or 3 passes of a preset. `options` are fields of
-    the recipe, and arguments of Corpus. The result has `chosen` with its expected time, memory and held-out loss,
+    `tokens` to read. Without one it is that of `pretrain`: 30 minutes, or 3 passes of a preset. `data`, `tokenizer`,
+    `vocab_size`, `lowercase` and `held_out` are as in `pretrain`. `options` are fields of the recipe, and arguments of
+    Corpus. The result has `chosen` with its expected time, memory and held-out loss,
     `smaller` and `larger` beside it, and `command`.
 
-    `fit` fits a scaling law to six or more finished runs instead, and writes plan.html to `output_dir`.
+    `fit` fits a scaling law to six or more finished runs instead, and writes plan.html to `output_dir`; `overwrite`
+    replaces a plan.html of other origin.
     """
     if fit:
         if data is not None:
@@ -239,8 +247,9 @@ def show(
 ) -> ShowResult:
     """Show inputs, masks and labels of the first rows of the first step, before any training.
 
-    Takes the arguments of `pretrain`. Writes show.html to `output_dir`, and to the terminal if `printed`. With `task`
-    ("lm", "preference" or "reward") `model` is a checkpoint and `data` a labelled file, whose labels are shown.
+    Takes the arguments of `pretrain`. Shows `rows` rows. Writes show.html to `output_dir`, and to the terminal if
+    `printed`. With `task` ("lm", "preference" or "reward") `model` is a checkpoint and `data` a labelled file, whose
+    labels are shown.
     """
     if not 1 <= rows <= MAX_SHOWN_ROWS:
         raise UserError(f"--rows is {shorten(rows)}, and must be from 1 to {MAX_SHOWN_ROWS:,}.")

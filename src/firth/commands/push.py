@@ -17,10 +17,9 @@ def push(
     """Push a model folder to a repository of the Hugging Face Hub, with its model card.
 
     `folder` is RUN/final, a checkpoint, a folder of `export` (Hugging Face, ONNX or GGUF), or a run, whose final model
-    is pushed. `revision` is a
-    branch, which is made if it is missing. A new repository is private unless `public`. The model of an earlier push is
-    replaced, files of other people stay. `new_card` writes the card anew, with the scores of all evaluations; otherwise
-    a card that was edited, here or on the Hub, is kept.
+    is pushed. `repo` is OWNER/NAME. `revision` is a branch, which is made if it is missing. A new repository is private
+    unless `public`. The model of an earlier push is replaced, files of other people stay. `new_card` writes the card
+    anew, with the scores of all evaluations; otherwise a card that was edited, here or on the Hub, is kept.
     """
     from firth.train.hub import list_uploads, open_repo, push_folder
 

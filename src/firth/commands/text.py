@@ -59,9 +59,12 @@ def check(
 ) -> CheckResult:
     """Check a text and how tokenizers split it; recommend vocabulary, row length and model size.
 
-    `tokenizer` is the folder of a tokenizer or checkpoint to judge. It is compared with tokenizers of all `kinds` and
-    `vocab_sizes`, trained on `sample` characters. `labelled` is a file whose examples are searched in the text; its
-    `task` is told by its columns unless given. Writes check.html to `output_dir`, and to the terminal if `printed`.
+    `texts` are files, folders or patterns; `reading` are arguments of Corpus. `tokenizer` is the folder of a tokenizer
+    or checkpoint to judge. It is compared with tokenizers of all `kinds` and `vocab_sizes`, trained on `sample`
+    characters, which they lowercase with `lowercase`; with no kinds, `()`, the text alone is checked. `labelled` is a
+    file whose examples are searched in the text; its `task` is told by its columns unless given, and
+    `labelled_columns` renames them. Writes check.html to `output_dir`, and to the terminal if `printed`; `overwrite`
+    replaces a check.html of other origin.
     """
     page = resolve_page_path(Path(output_dir), "check", overwrite)
     for kind in kinds:
@@ -109,7 +112,10 @@ def tokenizer(
     resume: bool = False,
     **reading: Any,
 ) -> TokenizerResult:
-    """Train a tokenizer on text; with `dry_run` only say what would be read and written.
+    """Train a tokenizer on `texts`; with `dry_run` only say what would be read and written.
+
+    It is written to `output_dir`, where `overwrite` replaces an earlier one. `vocab_size` 0 is chosen by the size of
+    the text. `max_memory` bytes train on a sample of a larger text, drawn with `seed`.
 
     `extend` is the folder of a tokenizer or checkpoint to which the words of the text are added instead: at most
     `max_new_tokens` that occur `min_count` times (default: 10, fewer in less than 1 MB); old tokens keep their ids.
@@ -117,8 +123,9 @@ def tokenizer(
     `like` is the folder of a tokenizer or checkpoint, whose kind, normalization and special tokens the new one gets;
     otherwise `kind`, `lowercase`, `pattern` and `byte_fallback` define it. `reverse` reverses every text, for models
     that read from its end. `engine="ray"` draws the sample by tasks on the cluster at `address` (default: one on this
-    machine); with `resume` the tasks that an interrupted command finished are kept, and `output_dir` may be on object
-    storage ("s3://..."). `reading` are arguments of Corpus: `documents`, `columns`, `normalize` and so on.
+    machine), and skips a document that takes `document_timeout` seconds; with `resume` the tasks that an interrupted
+    command finished are kept, and `output_dir` may be on object storage ("s3://..."). `reading` are arguments of
+    Corpus: `documents`, `columns`, `normalize` and so on.
     """
     on_ray = uses_ray(engine, address, document_timeout, [*texts, output_dir])
     if resume and not on_ray:
@@ -212,6 +219,9 @@ def prepare(
 ) -> ShardsResult:
     """Tokenize text into shards; with `dry_run` only say what would be read and written.
 
+    `tokenizer` is the folder of a tokenizer or checkpoint. The shards are written to `output_dir`: `resume` continues
+    where an interrupted call stopped, `overwrite` replaces them. `held_out` is the share of the documents that no
+    training reads.
     `salient` marks names, numbers and dates ("default"), or the spans that a function finds. `workers` processes (0:
     one per core) share `max_memory` bytes; the shards do not depend on either. `dedup` drops duplicate documents:
     "none", "exact" or "near". `engine="ray"` does the same by tasks on the cluster at `address` (default: one on this

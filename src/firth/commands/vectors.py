@@ -28,7 +28,8 @@ def embed(
 
     `pool` takes the hidden state of the first or last token, or the mean over all; "auto" pools as the checkpoint was
     fine-tuned (`--task embed`), else by the mean. `layer` 0 is the embedding, -1 the last. `normalize` scales vectors
-    to length 1, so that dot products are cosines.
+    to length 1, so that dot products are cosines. Texts are truncated to `max_seq_length` tokens; 0: to the model's
+    positions.
     """
     batch = [texts] if isinstance(texts, str) else list(texts)
     if not batch:
@@ -42,7 +43,7 @@ def embed(
 def similar(
     vectors: str | Path | Model, words: str | Sequence[str], negative: Sequence[str] = (), top: int = 10
 ) -> Neighbours:
-    """The words nearest to `words` and far from `negative`, by the vectors of a checkpoint or a file."""
+    """The `top` words nearest to `words` and far from `negative`, by the `vectors` of a checkpoint or a file."""
     from firth.evaluate.neighbours import most_similar
     from firth.evaluate.vectors import load_word_vectors
 
@@ -59,7 +60,8 @@ def compare(
 ) -> ComparisonResult:
     """Compare the vectors of a word in several texts, by each checkpoint.
 
-    A checkpoint of word2vec or GloVe, or a file of word vectors, has one vector for all texts. The nearest words are
+    One of `checkpoints` may be of word2vec or GloVe, or a file of word vectors: it has one vector for all `texts`.
+    `layer` chooses the vectors of the others: 0 is the embedding, -1 the last layer. The `top` nearest words are
     searched in the files `among`.
     """
     from firth.evaluate import compare_contexts
@@ -71,7 +73,7 @@ def compare(
 
 
 def attention(checkpoint: str | Path | Model, text: str, target: str = "") -> Attention:
-    """The attention weights of a text, of every layer and head, with the name of what each head does.
+    """The attention weights of `checkpoint` on a `text`, of every layer and head, with the name of what each head does.
 
     With `target`, the text of the decoder, an encoder-decoder also has the weights of decoder and cross-attention. In a
     notebook the result is a picture of each head; `head(layer, head)` enlarges one. A checkpoint is computed on the GPU

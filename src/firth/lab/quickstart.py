@@ -170,7 +170,9 @@ def quickstart(
 ) -> dict[str, Any]:
     """Run all stages on the documentation of the installed packages; return the results.
 
-    `minutes` are spent on each architecture. None: 5, and up to 6.5 on a busy machine.
+    `minutes` are spent on each architecture. None: 5, and up to 6.5 on a busy machine. `all` compares encoder, decoder
+    and encoder-decoder. The run is written to `output_dir`, by default the next free quickstart-N: `resume` continues
+    it, `overwrite` replaces it. `seed` seeds data order, weights and dropout.
     """
     if minutes is not None and minutes <= 0:
         raise UserError(f"minutes is {minutes}, and must be more than 0.")
