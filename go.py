@@ -25,7 +25,7 @@ BIN = VENV / ("Scripts" if os.name == "nt" else "bin")
 PYTHON = BIN / "python"
 STAMP = VENV / "firth-installed"  # written last: without the right digest in it, the install is repeated
 UNFINISHED = "unfinished"
-COMMAND_EXTRAS = "[data,hf]"  # of pyproject.toml: what the commands of the README need
+COMMAND_EXTRAS = "[data,hf,web]"  # of pyproject.toml: what the commands of the README need
 INTERRUPTED = 130  # exit code after Ctrl-C
 
 

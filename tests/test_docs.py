@@ -179,6 +179,7 @@ def test_go_installs_what_the_commands_of_the_readme_need() -> None:
     installed = {re.split(r"\W", package)[0] for name in names[1].split(",") for package in extras[name]}
     readme = (ROOT / "README.md").read_text(encoding="utf-8")
     needed = {"--check": "transformers", ".parquet": "pyarrow", "hf:": "datasets", "--language": "py3langid"}
+    needed["go.py serve"] = "fastapi"
     assert {package for feature, package in needed.items() if feature in readme} <= installed
 
 

@@ -42,7 +42,7 @@ ROW = re.compile(r"^\| `([^`]+)` \| ([^|]+) \| ([^|]+) \|$", re.MULTILINE)
 HEAD = """\
 # Licences
 
-Firth is under the MIT licence. This page lists the packages that `pip install firth` and its extras install, with the
+Firth is under the MIT licence. The tables list the packages that `pip install firth` and its extras install, with the
 licence that each package states. `python tools/licences.py` writes it, and keeps the rows of an extra that is not
 installed.
 
