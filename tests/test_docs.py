@@ -22,6 +22,7 @@ ROOT = Path(__file__).parents[1]
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "SECURITY.md", *sorted((ROOT / "docs").glob("*.md"))]
 HISTORY = "history.md"  # speaks of names and options of earlier versions
 CODE_BLOCK = re.compile(r"^```.*?^```", re.MULTILINE | re.DOTALL)
+INDENTED_CODE = re.compile(r"^ {4}.*\n", re.MULTILINE)
 INLINE_CODE = re.compile(r"`([^`\n]+)`")
 LINK = re.compile(r"\]\(([^)\s]+)\)")
 FILE_NAME = re.compile(r"[\w./-]*\w\.(?:py|md|svg|png|toml)")
@@ -43,6 +44,9 @@ FOREIGN_OPTIONS = {
     "--backend-store-uri",
     "--strict",
     "--local-dir",
+    "--to",
+    "--execute",
+    "--inplace",
 }
 FOREIGN_NAMES = {"numpy", "pytest", "torchrun"}
 
@@ -88,7 +92,8 @@ def inline_code(page: Path) -> list[str]:
 
 
 def commands_in(page: Path) -> list[str]:
-    blocks = "\n".join(CODE_BLOCK.findall(text_of(page))).replace("\\\n", " ")
+    text = text_of(page)
+    blocks = "\n".join(CODE_BLOCK.findall(text) + INDENTED_CODE.findall(CODE_BLOCK.sub("", text))).replace("\\\n", " ")
     return [*blocks.splitlines(), *inline_code(page)]
 
 
@@ -185,7 +190,7 @@ def test_go_installs_what_the_commands_of_the_readme_need() -> None:
 
 def test_the_index_leads_to_every_page() -> None:
     linked = {target.partition("#")[0] for target in LINK.findall(text_of(ROOT / "docs" / "README.md"))}
-    assert {page.name for page in PAGES if page.parent.name == "docs"} - {"README.md"} <= linked
+    assert {page.name for page in PAGES if page.parent == ROOT / "docs"} - {"README.md"} <= linked
 
 
 def test_the_readme_counts_what_there_is() -> None:
