@@ -167,6 +167,8 @@ def test_other_tokenizers_and_settings_are_refused(untrained: Any, tokenizers: A
     model, other = untrained("gpt2"), untrained("t5")
     with pytest.raises(UserError, match="another tokenizer"):
         generate_speculative(model, other, PROMPTS, GenerationConfig())
+    with pytest.raises(UserError, match=r"The draft cannot propose tokens\. "):
+        generate_speculative(model, untrained("bert"), PROMPTS, GenerationConfig())
     with pytest.raises(UserError, match="beam search"):
         generate_speculative(model, model, PROMPTS, GenerationConfig(num_beams=2))
 

@@ -235,6 +235,8 @@ def test_a_server_that_stops_answers_503(connect: Any) -> None:
 def test_names_of_models(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="Two models have the name a"):
         name_checkpoints(["a/final", "b/../a/checkpoint-3"])
+    with pytest.raises(UserError, match=r"as NAME=runs/b\.$"):
+        name_checkpoints(["x=runs/a", "x=runs/b"])
 
 
 def test_what_cannot_be_served(connect: Any, tmp_path: Path) -> None:

@@ -45,7 +45,10 @@ MAX_DRAFT_TOKENS = 20
 
 def check_draft(model: Model, draft: Model, generation_config: GenerationConfig) -> None:
     """Raise a UserError if the draft cannot propose tokens for the model."""
-    check_can_generate(draft)
+    try:
+        check_can_generate(draft)
+    except UserError as e:
+        raise UserError(f"The draft cannot propose tokens. {e}") from None
     if require_tokenizer(model).fingerprint != require_tokenizer(draft).fingerprint:
         raise UserError("The draft has another tokenizer than the model: train it with --tokenizer of the model.")
     if isinstance(model, EncoderDecoder) != isinstance(draft, EncoderDecoder):

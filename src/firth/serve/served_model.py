@@ -346,6 +346,6 @@ def name_checkpoints(checkpoints: Sequence[str]) -> dict[str, str]:
             parts = [part for part in Path(folder).resolve().parts if not RUN_FOLDERS.fullmatch(part)]
             name = parts[-1] if len(parts) > 1 else "model"
         if name in named:
-            raise UserError(f"Two models have the name {name}: name one of them, as NAME={given}.")
+            raise UserError(f"Two models have the name {name}: name one of them, as NAME={folder}.")
         named[name] = folder
     return named
