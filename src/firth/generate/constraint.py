@@ -149,6 +149,7 @@ class Constraint:
             grammar = grammar.with_fixed_spaces()  # readings are for the spaces inside of texts
             self.first_prefix = JsonPrefix(StringRules(grammar.body["json_schema"]))
         self.grammar, self.vocabulary = grammar, vocabulary
+        self.numbers = vocabulary.numbers if vocabulary.is_exact and grammar.is_json else None
         leading_space = ""
         if not self.vocabulary.spelling.has_optional_spaces:
             if is_continuation and not byte_matcher(grammar).validate_tokens(b" "):
@@ -289,7 +290,7 @@ class ConstraintRow:
     def __init__(self, constraint: Constraint, readings: list[Reading], ended: bool = False) -> None:
         self.constraint, self.vocabulary = constraint, constraint.vocabulary
         self.readings, self.ended = readings, ended
-        self.tokens: list[int] = []  # so far, of JSON in exact bytes
+        self.tokens: list[int] = []  # of exact bytes, so far
 
     def copy(self) -> ConstraintRow:
         row = ConstraintRow(self.constraint, [reading.copy() for reading in self.readings], self.ended)
@@ -319,7 +320,7 @@ class ConstraintRow:
             return
         if not vocabulary.is_exact:
             permitted_W[:] = self.mask_of_readings()
-        large_W = self.large_numbers() if vocabulary.is_exact else None
+        large_W = self.large_numbers()
         if large_W is not None:
             permitted_W &= ~large_W
         is_complete = any(reading.matcher.is_accepting() for reading in self.readings)
@@ -334,9 +335,11 @@ class ConstraintRow:
 
     def large_numbers(self) -> np.ndarray | None:
         """(W,): the tokens with which a number of exact bytes becomes infinite; None if there are none."""
-        numbers = self.vocabulary.numbers
-        large = numbers.too_large(numbers.tail(self.tokens)) if self.constraint.grammar.is_json else []
-        if not large or is_within_string(b"".join(numbers.pieces[token] for token in self.tokens)):
+        numbers, tokens = self.constraint.numbers, self.tokens
+        if numbers is None or not (numbers.long or (tokens and tokens[-1] in numbers.ends_in_number)):
+            return None  # at almost every token
+        large = numbers.too_large(numbers.tail(tokens))
+        if not large or is_within_string(b"".join(numbers.pieces[token] for token in tokens)):
             return None
         return self.vocabulary.pack_tokens(large)
 

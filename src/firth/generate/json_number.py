@@ -60,7 +60,7 @@ class NumberTokens:
         self.long = [token for token, piece in enumerate(pieces) if LONG_NUMBER.search(piece)]
 
     def tail(self, tokens: Sequence[int]) -> bytes:
-        """Return the number at the end of a text, if it is not within a string; most texts end otherwise."""
+        """Return the number at the end of a text that is not within a string."""
         if not tokens or tokens[-1] not in self.ends_in_number:
             return b""
         start = len(tokens) - 1
