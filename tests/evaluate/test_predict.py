@@ -270,7 +270,7 @@ def test_a_text_that_is_cut_is_counted(tuned: Ask, sentences: list[str]) -> None
     """Labels that are written as text have no windows."""
     predictor = Predictor(tuned("classify", "t5", answer="text", max_seq_length=12))
     predictor.predict([" ".join(sentences), "the cat"])
-    assert predictor.notices[0] == "1 text was longer than 12 tokens, and cut."
+    assert predictor.notices[0].startswith("1 text was longer than 12 tokens, and cut.")
 
 
 DIALOGUE = [

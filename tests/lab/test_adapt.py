@@ -15,12 +15,13 @@ from typer.testing import CliRunner
 
 from firth import api
 from firth.cli.main import app
+from firth.core.console import program
 from firth.core.errors import UserError
 from firth.evaluate.export import compare_with_transformers
 from firth.lab import adapt_texts
 from firth.lab.adapt import choose_new_tokens
 from firth.lab.adapt_texts import CorpusText, ReplayDocuments, ShardText, find_own_text, sample_held_out
-from firth.lab.check_commands import adapt_commands, program
+from firth.lab.check_commands import adapt_commands
 from firth.models.hf.config_io import read_stored_objective
 from firth.text import Corpus
 from firth.tokens import load_tokenizer, open_shards, prepare, train_tokenizer

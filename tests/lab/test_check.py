@@ -14,6 +14,7 @@ import typer
 
 from firth import api
 from firth.cli.main import app
+from firth.core.console import program
 from firth.core.errors import UserError
 from firth.lab.check import (
     CorpusCheck,
@@ -29,7 +30,7 @@ from firth.lab.check import (
     suggest_models,
     tokenizer_decision,
 )
-from firth.lab.check_commands import pretrain_commands, program
+from firth.lab.check_commands import pretrain_commands
 from firth.lab.check_page import make_check_page, save_check_page
 from firth.lab.check_text import print_check
 from firth.models import ARCHITECTURE_FAMILIES, shaped_model

@@ -17,13 +17,13 @@ from firth.text import Example
 MIXED = [Example(i, ("a",), "yes" if i % 2 else "no") for i in range(40)]
 
 
-def explain(tmp_path: Path, losses: Sequence[float | None], train: list[Example] = MIXED, **fields: Any) -> str:
+def explain(tmp_path: Path, losses: Sequence[float | None], examples: list[Example] = MIXED, **fields: Any) -> str:
     lines = [{"step": i + 1, **({} if loss is None else {"loss": loss})} for i, loss in enumerate(losses)]
     (tmp_path / "log.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     recipe = FinetuneRecipe(
         **{"train": "train.csv", "dev": "dev.csv", "max_steps": 400, "learning_rate": 8e-3} | fields
     )
-    sentence, options = explain_failed_seed(recipe, train, MIXED, tmp_path)
+    sentence, options = explain_failed_seed(recipe, examples, MIXED, tmp_path)
     assert not options or options.split()[0] in ("--metric", "--freeze", "--max-steps", "--learning-rate")
     return sentence
 
@@ -53,10 +53,15 @@ def falling(first: float, last: float, n: int = 40) -> list[float]:
         ([0.7, 0.9], {"max_steps": 2}, "2 steps are too few"),
         ([], {}, "too few"),
         ([None] * 3 + falling(0.7, 0.9), {}, "too high"),
+        (falling(0.7, 0.25), {"train": "rare", "max_steps": 40}, "in 40 steps: these are too few"),
+        (falling(1.0, 0.3), {"task": "tag", "max_steps": 40}, "in 40 steps: these are too few"),
     ],
 )
 def test_causes(losses: list[float | None], fields: dict[str, Any], words: str, tmp_path: Path) -> None:
-    assert words in explain(tmp_path, losses, **fields)
+    rare = [Example(i, ("a",), "no" if i % 8 else "yes") for i in range(40)]  # an entropy of 0.38
+    tagged = [Example(i, ("a", "b"), ("O", "B-PER" if i % 4 == 0 else "O")) for i in range(40)]  # 0.38 too
+    train = rare if "train" in fields else tagged if "task" in fields else MIXED
+    assert words in explain(tmp_path, losses, examples=train, **fields)
 
 
 def test_constant_labels_come_first(tmp_path: Path) -> None:
@@ -64,6 +69,10 @@ def test_constant_labels_come_first(tmp_path: Path) -> None:
     found = explain(tmp_path, falling(0.7, 0.9), train)
     assert found.startswith("train.csv: 98% of the labels are 'no'")
     assert "--class-weights balanced" in found
+    same = [Example(i, ("a",), "no") for i in range(9)]
+    cause = explain_failed_seed(FinetuneRecipe(dev="dev.csv"), MIXED, same, tmp_path)
+    assert cause.sentence.startswith("dev.csv: every label is 'no', so no score shows what the model has learned.")
+    assert not cause.options
 
 
 def test_a_run_at_chance_says_so_in_the_terminal_the_results_and_the_report(
@@ -77,7 +86,8 @@ def test_a_run_at_chance_says_so_in_the_terminal_the_results_and_the_report(
     found = firth.finetune(*words, max_steps=60, seeds=1, max_seq_length=32, learning_rate=3e-3)
     cause = found["failure_causes"]["0"]
     assert "dev does not follow" in cause
-    assert f"seed-0 is at or below chance. Likely cause: {cause}." in " ".join(capsys.readouterr().err.split())
+    (note,) = [line for line in capsys.readouterr().err.splitlines() if line.startswith("note: ")]
+    assert note == f"note: 1 of 1 seed did not beat chance (accuracy 51.7%). Likely cause: {cause}."
     page = Path(found["report"]).read_text(encoding="utf-8")
     assert "is at or below chance" in page
     assert "Health" in page

@@ -25,6 +25,7 @@ from firth.core.errors import UserError
 from firth.core.files import find_corruption, replace_nonfinite
 from firth.evaluate import evaluate
 from firth.evaluate.likelihood import make_scorer
+from firth.evaluate.report import name_positive_class
 from firth.metrics import compute_metrics
 from firth.models import (
     AuxiliaryLM,
@@ -66,8 +67,10 @@ from firth.tasks.results import (
     compare_with_baseline,
     exclude_failed_seeds,
     index_of_best,
+    label_of_f1,
     load_seed_predictions,
     orient_score,
+    warn_about_failed_seeds,
 )
 from firth.tasks.seed_model import build_seed_model
 from firth.tasks.seed_results import is_seed_finished
@@ -221,6 +224,24 @@ def test_labels_that_are_spelled_in_several_ways_are_reported(
     assert "train.csv: ' Pos', 'pos', 'cafe\u0301', 'caf\u00e9': labels that differ in capitals" in said
     check_labels(examples[1:3], examples[1:3], FinetuneRecipe(train="train.csv", dev="dev.csv"))
     assert capsys.readouterr().err == ""
+
+
+def test_several_labels_in_one_are_reported(capsys: pytest.CaptureFixture[str]) -> None:
+    recipe = FinetuneRecipe(train="train.csv", dev="dev.csv")
+    train = [Example(i, ("a text",), label) for i, label in enumerate(("bill", "praise", "bill; praise"))]
+    check_labels(train, train, recipe)
+    assert "train.csv: 'bill; praise': several labels in one." in capsys.readouterr().err
+    with pytest.raises(UserError, match="A text has one label here; for several, train one model per label"):
+        check_labels(train, [Example(0, ("a text",), "praise;bill")], recipe)
+
+
+def test_f1_names_its_class() -> None:
+    dev = [Example(i, ("a text",), label) for i, label in enumerate(("ok", "fraud", "ok"))]
+    found = label_of_f1({"accuracy": 0.5, "mcc": 0.1, "f1": 0.9}, dev)
+    assert found == {"positive_label": "ok"}
+    assert name_positive_class([("accuracy", "50%"), ("f1", "90%")], found)[1] == ("f1 of 'ok'", "90%")
+    assert label_of_f1({"f1": 0.9, "exact_match": 0.1}, dev) == {}  # the words of answers
+    assert label_of_f1({"f1": 0.9, "mcc": 0.1}, [*dev, Example(3, ("a text",), "other")]) == {}
 
 
 def test_fractional_labels_and_too_many_shots_are_reported(
@@ -903,15 +924,19 @@ def test_chance_scores() -> None:
 
 
 def test_failed_seeds_are_counted(capsys: pytest.CaptureFixture[str]) -> None:
-    found = exclude_failed_seeds([0.8, 0.5, 0.9, float("nan")], 0.5, "accuracy")
+    found = exclude_failed_seeds([0.8, 0.5, 0.9, float("nan")], 0.5)
     assert found["failed"] == [1, 3]
     assert found["mean_without_failed"] == pytest.approx(0.85)
-    assert (
-        "2 of 4 seeds did not beat chance (accuracy 50.0%); the mean of the others is 85.0%" in capsys.readouterr().err
-    )
-    assert exclude_failed_seeds([0.5], 0.5, "accuracy")["mean_without_failed"] is None
-    assert "1 of 1 seeds did not beat chance (accuracy 50.0%): give more steps" in capsys.readouterr().err
-    assert exclude_failed_seeds([0.6], 0.5, "accuracy")["failed"] == []
+    words = "2 of 4 seeds did not beat chance (accuracy 50.0%); the mean of the others is 85.0%."
+    for causes, named in (
+        ({1: "few steps", 3: "few steps"}, " Likely cause: few steps."),
+        ({1: "few steps", 3: "one label"}, " Likely causes: seed-1: few steps. seed-3: one label."),
+        ({}, ""),
+    ):
+        warn_about_failed_seeds(found, causes, "accuracy", 4)
+        assert capsys.readouterr().err == f"note: {words}{named}\n"
+    assert exclude_failed_seeds([0.5], 0.5)["mean_without_failed"] is None
+    assert exclude_failed_seeds([0.6], 0.5)["failed"] == []
 
 
 def test_lower_perplexity_is_better_and_ties_take_the_first() -> None:

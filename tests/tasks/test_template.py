@@ -67,7 +67,9 @@ def test_the_longer_text_is_truncated_first() -> None:
     template.truncate_pair([1] * 6, [2] * 7)
     assert template.num_truncated == 2
     template.truncate_and_build([5] * 15)
-    assert template.truncation_notices() == ["3 texts were longer than 16 tokens, and cut."]
+    assert template.truncation_notices() == [
+        "3 texts were longer than 16 tokens, and cut. Fine-tune with --max-seq-length for longer ones."
+    ]
     assert template.truncate_and_build([5] * 15).num_tokens == 16
 
 

@@ -230,7 +230,7 @@ def test_truncated_examples_are_counted() -> None:
     task, _ = made("gpt2", examples(), max_seq_length=10, max_target_length=4)
     task.encode([Example(0, ("cat " * 30,), "dog " * 9), Example(1, ("cat",), "dog")])
     assert task.notices == [
-        "1 text was longer than 10 tokens, and cut.",
+        "1 text was longer than 10 tokens, and cut. Fine-tune with --max-seq-length for longer ones.",
         (
             "1 answer was longer than 4 tokens, and cut: a model that learns them stops there. Fine-tune with "
             "--max-target-length for longer ones."

@@ -292,13 +292,12 @@ def test_line_that_is_not_json(tmp_path: Path) -> None:
     assert refusal(path).startswith(f"{path}:2: not JSON")
 
 
-@pytest.mark.parametrize(
-    ("line", "column"),
-    [('{"text": " ", "label": "y"}', "text"), ('{"text": "x", "label": ""}', "label")],
-)
-def test_empty_cell(tmp_path: Path, line: str, column: str) -> None:
-    path = write(tmp_path / "a.jsonl", f'{{"text": "x", "label": "y"}}\n{line}')
-    assert refusal(path) == f"{path}:2: column {column!r} is empty. Fill it in, or delete the line."
+def test_empty_cell(tmp_path: Path) -> None:
+    path = write(tmp_path / "a.jsonl", '{"text": "x", "label": "y"}\n{"text": " ", "label": "y"}')
+    assert refusal(path) == f"{path}:2: column 'text' is empty. Fill it in, or delete the line."
+    path = write(tmp_path / "a.csv", "text,label\nx,y\n" + "x,\n" * 4)
+    words = "column 'label' is empty in 4 of 5 rows (line 3, 4, 5, ...). Fill it in, or delete these rows."
+    assert refusal(path) == f"{path}: {words}"
 
 
 def test_values_that_are_neither_text_nor_label(tmp_path: Path) -> None:

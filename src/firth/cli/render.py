@@ -16,6 +16,7 @@ from firth.core.console import (
     format_count,
     format_duration,
     print_text,
+    runnable,
     say,
     show_table,
     stdout_console,
@@ -157,7 +158,7 @@ def print_pretraining(result: Mapping[str, Any], as_json: bool) -> None:
     print_result(shown, as_json, "Pretraining")
     if not as_json and "report" in result:
         say(f"The report is {result['report']}.")
-        say(f"{result['summary']}; next: {result['next']}")
+        say(f"{result['summary']}; next: {runnable(result['next'])}")
 
 
 def print_adaptation(result: Mapping[str, Any], as_json: bool) -> None:
@@ -172,7 +173,7 @@ def print_adaptation(result: Mapping[str, Any], as_json: bool) -> None:
     say(f"The model is {Path(result['output_dir']) / 'final'}.")
     if "report" in result:
         say(f"The report is {result['report']}.")
-        say(f"{result['summary']}; next: {result['next']}")
+        say(f"{result['summary']}; next: {runnable(result['next'])}")
 
 
 def print_diagnosis(result: Mapping[str, Any]) -> None:
@@ -184,7 +185,8 @@ def print_diagnosis(result: Mapping[str, Any]) -> None:
     for finding in result["findings"]:
         evidence = ", ".join(f"{name} {format_cell(value)}" for name, value in finding["evidence"].items())
         print_text(f"\n{finding['level']}: {finding['title']} [{finding['rule']}]")
-        for name, text in (("evidence", evidence), ("cause", finding["cause"]), ("try", finding["command"])):
+        command = runnable(finding["command"] or "")
+        for name, text in (("evidence", evidence), ("cause", finding["cause"]), ("try", command)):
             if text:
                 print_text(f"  {name:<10}{text}")
     for reason in result["not_examined"]:
@@ -287,14 +289,19 @@ def format_magnitude(number: float) -> str:
 def print_seeds(result: Mapping[str, Any], dev: str, output_dir: str) -> None:
     """The scores of each seed of a fine-tuning, their mean and their standard deviation."""
     from firth.evaluate import seed_table
+    from firth.evaluate.report import describe_chance, name_positive_class
+    from firth.tasks.registry import LABEL_TASKS
 
     names, rows = seed_table(result)
     cells = [(name, *format_score_row(name, names[1:], values)) for name, *values in rows]
-    show_table(f"{result['task']} on {dev}", names, cells)
+    show_table(f"{result['task']} on {dev}", names, name_positive_class(cells, result))
+    if result["task"] in LABEL_TASKS and result.get("chance") is not None and not result["failed"]:
+        say(describe_chance(result))
     print_distillation(result)
     name = f"--task {next(iter(result['tasks']))} " if result.get("tasks") else ""
-    next_command = f"firth predict {shlex.quote(f'{output_dir}/final')} {name}..."
-    say(f"The model is {output_dir}/final, the report {result['report']}; next: {next_command}")
+    data = "FILE" if name else shlex.quote(dev)
+    command = f"firth predict {shlex.quote(f'{output_dir}/final')} {name}--data {data}"
+    say(f"The model is {output_dir}/final, the report {result['report']}; next: {runnable(command)}")
 
 
 def print_distillation(result: Mapping[str, Any]) -> None:
@@ -361,6 +368,8 @@ def print_scaling_law(result: Mapping[str, Any]) -> None:
 
 
 def print_evaluation(result: Mapping[str, Any]) -> None:
+    from firth.evaluate.report import name_positive_class
+
     n = result["examples"]
     rows = [(name, format_score(name, value, n)) for name, value in result["metrics"].items()]
     groups = [(f"  {name}", format_score("accuracy", value, n)) for name, value in result.get("by_group", {}).items()]
@@ -372,7 +381,7 @@ def print_evaluation(result: Mapping[str, Any]) -> None:
             deviations = [(*row, format_score(row[0], result["std"].get(row[0]), n)) for row in rows]
             show_table(title, ["metric", "mean", "deviation"], deviations)
         else:
-            show_table(title, ["metric", "score"], rows + groups)
+            show_table(title, ["metric", "score"], name_positive_class(rows + groups, result))
     say(f"The predictions are {result['predictions']}, the report {result['report']}.")
 
 

@@ -200,7 +200,7 @@ class PretrainPlan:
             found = planner.plan(self.architecture, times_steps)
             for line in found.describe():
                 say(line)
-            for note in found.notes:
+            for note in found.notes if not recipe.minutes else ():  # such a run says both once it has timed its steps
                 warn(note)
             recipe = replace(found.chosen.recipe, processes=self.recipe.processes)
         elif not self.keeps_vocab_size:

@@ -119,10 +119,10 @@ class FinetuneResult(Result):
         return page
 
     def add_scores(self, page: HtmlPage) -> None:
-        from firth.evaluate.report import format_score_rows, seed_table
+        from firth.evaluate.report import format_score_rows, name_positive_class, seed_table
 
         columns, rows = seed_table(self)
-        page.add_table(columns, format_score_rows(rows))
+        page.add_table(columns, name_positive_class(format_score_rows(rows), self))
 
 
 class EvaluationResult(Result):
@@ -131,7 +131,7 @@ class EvaluationResult(Result):
     title = "Evaluation"
 
     def make_page(self) -> HtmlPage:
-        from firth.evaluate.report import format_score_rows
+        from firth.evaluate.report import format_score_rows, name_positive_class
 
         if not self.get("metrics"):
             return super().make_page()
@@ -140,7 +140,8 @@ class EvaluationResult(Result):
         name = Path(str(data)).name if data is not None else ""
         page = HtmlPage(f"{self.get('task') or self.get('suite')}: {name}" if name else str(self.get("task")))
         rows = [(name, value, *((std.get(name),) if std else ())) for name, value in self["metrics"].items()]
-        page.add_table(["metric", "mean", "deviation"] if std else ["metric", "score"], format_score_rows(rows))
+        columns = ["metric", "mean", "deviation"] if std else ["metric", "score"]
+        page.add_table(columns, name_positive_class(format_score_rows(rows), self))
         if "examples" in self:
             add_note(page, format_count(self["examples"], "example"))
         add_references(page, self)

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import os
 import re
+import shlex
+import shutil
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -138,6 +140,20 @@ def truncation_messages(n: int, noun: str, max_length_tokens: int) -> list[str]:
     """
     count = format_count(n, f"{noun} was", f"{noun}s were")
     return [f"{count} longer than {max_length_tokens} tokens, and cut."] if n else []
+
+
+def program() -> list[str]:
+    """Return how this environment starts firth: by its name if that is on the path, else by its Python."""
+    return ["firth"] if shutil.which("firth") else [sys.executable, "-m", "firth"]
+
+
+def runnable(command: str) -> str:
+    """Return a command of firth as this environment starts it.
+
+    >>> runnable("firth predict run/final") == shlex.join([*program(), "predict", "run/final"]), runnable("")
+    (True, '')
+    """
+    return shlex.join(program()) + command.removeprefix("firth") if command.startswith("firth ") else command
 
 
 def format_passes(passes: float) -> str:

@@ -40,6 +40,7 @@ from firth.static.ngram import is_ngram
 from firth.tasks import FINETUNE_TASKS, Prediction, format_predictions, make_task, make_task_without_examples
 from firth.tasks.head_task import HeadTask
 from firth.tasks.recipe import read_task_file
+from firth.tasks.results import label_of_f1
 from firth.tasks.span_qa import SpanQATask
 from firth.text import Corpus, Example, RowNotes, read_labelled
 from firth.text.examples import TASK_SYNONYMS
@@ -334,6 +335,7 @@ def save_evaluation(
         "data": str(data) if isinstance(data, str | Path) else list(map(str, data)),
         "examples": len(examples),
         "metrics": dict(evaluation.metrics),
+        **label_of_f1(evaluation.metrics, examples),
         **evaluation.details,
     }
     folder = next_free_results_folder(folder, result, lines) if numbered else folder

@@ -12,6 +12,7 @@ from typing import Any
 
 from firth.core.chart import Axis, Point, Reference, Series, histogram, line_chart, loss_chart
 from firth.core.console import say
+from firth.core.errors import quote
 from firth.core.files import MODEL_CARD_FILE, format_bytes, read_object, read_utf8, read_yaml
 from firth.core.html import HtmlPage
 from firth.core.parse import parse_yaml
@@ -67,7 +68,8 @@ def write_evaluation_report(
         if "std" in result:
             add_in_context_scores(page, result)
         else:
-            page.add_table(["metric", "score"], format_score_rows(result["metrics"].items()))
+            rows = name_positive_class(format_score_rows(result["metrics"].items()), result)
+            page.add_table(["metric", "score"], rows)
     if "repeated_loss_by_position" in result:
         add_induction_figure(page, result)
     if result.get("by_group"):
@@ -125,13 +127,10 @@ def write_run_report(
     page.add_heading("Scores")
     columns, rows = seed_table(result)
     caption = f"Scores on dev. final/ is seed {result['best_seed']}, the best by {result['metric']}."
-    page.add_table(columns, format_score_rows(rows), caption)
+    page.add_table(columns, name_positive_class(format_score_rows(rows), result), caption)
     if result.get("chance") is not None:
-        baselines = {"embed": "Random vectors", **dict.fromkeys(PAIR_TASKS, "A random order of the answers")}
-        baseline = baselines.get(task, "Always predicting the most frequent label of train")
-        text = f"{baseline} scores {format_metric(result['metric'], result['chance'])} {result['metric']}."
         failed = f" Seeds that are no better: {format_list(result['failed'])}." if result["failed"] else ""
-        page.add_paragraph(text.replace("vectors scores", "vectors score") + failed)
+        page.add_paragraph(describe_chance(result) + failed)
     for seed, cause in result.get("failure_causes", {}).items():
         page.add_paragraph(f"Seed {seed} is at or below chance. Likely cause: {cause}.")
     if result.get("diverged"):
@@ -155,6 +154,18 @@ def write_run_report(
     page.add_code(recipe)
     page.save(folder / "report.html")
     return folder / "report.html"
+
+
+def describe_chance(result: Mapping[str, Any]) -> str:
+    """Say what the best constant or random prediction scores.
+
+    >>> describe_chance({"task": "classify", "metric": "accuracy", "chance": 0.9})
+    'Always predicting the most frequent label of train scores 90.0% accuracy.'
+    """
+    baselines = {"embed": "Random vectors", **dict.fromkeys(PAIR_TASKS, "A random order of the answers")}
+    baseline = baselines.get(result["task"], "Always predicting the most frequent label of train")
+    text = f"{baseline} scores {format_metric(result['metric'], result['chance'])} {result['metric']}."
+    return text.replace("vectors scores", "vectors score")
 
 
 def distillation_table(result: Mapping[str, Any]) -> tuple[list[str], list[tuple[str, ...]]]:
@@ -214,6 +225,16 @@ def add_search_section(page: HtmlPage, search: Mapping[str, Any]) -> None:
         (DIMENSION_WORDS[name], format_value(name, search["settings"][search["chosen"]])) for name in search["fields"]
     ]
     page.add_table(["", "chosen"], rows, f"{search['reason']}. Dev was not read. {SEARCH_PAGE} shows what was tried.")
+
+
+def name_positive_class(rows: Iterable[tuple[str, ...]], result: Mapping[str, Any]) -> list[tuple[str, ...]]:
+    """Name the class that "f1" is of in rows of formatted scores.
+
+    >>> name_positive_class([("accuracy", "94%"), ("f1", "0%")], {"positive_label": "spam"})
+    [('accuracy', '94%'), ("f1 of 'spam'", '0%')]
+    """
+    own = f"f1 of {quote(result['positive_label'])}" if "positive_label" in result else "f1"
+    return [(own if name == "f1" else name, *cells) for name, *cells in rows]
 
 
 def format_score_rows(rows: Iterable[tuple[Any, ...]]) -> list[tuple[str, ...]]:

@@ -8,13 +8,12 @@ sentinel for each of a row's spans.
 from __future__ import annotations
 
 import shlex
-import shutil
-import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
+from firth.core.console import program
 from firth.core.errors import UserError
 from firth.models import get_preset
 from firth.recipes import pretraining_recipe, update_recipe
@@ -80,11 +79,6 @@ def adapt_commands(corpus: Corpus, given: str, normal_forms: Sequence[str] = ())
     texts = [word for path in corpus.paths for word in ("--data", str(path))]
     words = ["adapt", given, *texts, *reading_options(corpus, normal_forms), "--output-dir", "adapted"]
     return [f"{shlex.join([*program(), *words])}  # train the checkpoint further on this text"]
-
-
-def program() -> list[str]:
-    """Return how this environment starts firth: by its name if that is on the path, else by its Python."""
-    return ["firth"] if shutil.which("firth") else [sys.executable, "-m", "firth"]
 
 
 def pretrain_commands(tokenizer: Tokenizer, models: Sequence[Mapping[str, Any]], row_length: int) -> list[str]:

@@ -506,14 +506,11 @@ def check_failed_seeds(facts: FinetuneFacts) -> Evidence | None:
 
 
 def check_constant_label(facts: FinetuneFacts) -> Evidence | None:
-    sentence = None if facts.recipe.tasks else find_constant_label(facts.recipe, facts.train, facts.dev)
-    if sentence is None:
+    found = None if facts.recipe.tasks else find_constant_label(facts.recipe, facts.train, facts.dev)
+    if found is None:
         return None
-    return Evidence(
-        {"examples": len(facts.train)},
-        f"{sentence}.",
-        repeat_command(facts.recipe, facts.run, "--metric macro_f1 --class-weights balanced"),
-    )
+    command = repeat_command(facts.recipe, facts.run, found.options) if found.options else ""
+    return Evidence({"examples": len(facts.train)}, f"{found.sentence}.", command)
 
 
 FINETUNE_RULES: tuple[Rule[FinetuneFacts], ...] = (

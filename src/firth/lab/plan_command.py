@@ -7,7 +7,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from firth.lab.check_commands import program, reading_options
+from firth.core.console import program
+from firth.lab.check_commands import reading_options
 from firth.lab.planner import PlannedRun
 from firth.models import get_preset
 from firth.objectives import MaskedNextToken

@@ -69,9 +69,19 @@ def _classification_metrics(predictions: Sequence[str], references: Sequence[str
         "macro_f1": macro_f1(predictions, references),
         "mcc": mcc(predictions, references),
     }
-    if len(set(references)) == 2:
-        scores["f1"] = f1(predictions, references, positive_label=max(references))
+    if (positive := positive_label(references)) is not None:
+        scores["f1"] = f1(predictions, references, positive_label=positive)
     return scores
+
+
+def positive_label(references: Sequence[Any]) -> str | None:
+    """Return the class that F1 is of, the last of two labels in sorted order; None for other data.
+
+    >>> positive_label(["ham", "spam", "ham"]), positive_label(["a", "b", "c"]), positive_label([0.5, 1.0])
+    ('spam', None, None)
+    """
+    labels = set(references)
+    return max(labels) if len(labels) == 2 and all(isinstance(label, str) for label in labels) else None
 
 
 def _relation_metrics(predictions: Sequence[str], references: Sequence[str]) -> MetricScores:

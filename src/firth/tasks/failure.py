@@ -16,7 +16,7 @@ from firth.tasks.registry import LABEL_TASKS
 from firth.text import Example
 from firth.train import read_log
 
-CONSTANT_LABEL_SHARE = 0.95  # of the examples: with more of one label, always predicting it is hard to beat
+CONSTANT_LABEL_SHARE = 0.9  # of the examples: with more of one label, always predicting it is hard to beat
 MIN_LOGGED_LOSSES = 10  # fewer do not show where the loss went
 RISE = 1.02  # last losses over first losses: above, the loss rose
 FALL = 0.95  # below, the loss was still falling when the run ended
@@ -37,7 +37,7 @@ def explain_failed_seed(
 ) -> FailureCause:
     """Return why a seed does not beat chance."""
     if constant := find_constant_label(recipe, train, dev):
-        return FailureCause(constant, "--metric macro_f1 --class-weights balanced")
+        return constant
     losses = [line["loss"] for line in read_seed_log(seed_folder) if isinstance(line.get("loss"), float)]
     steps = recipe.max_steps
     lower, longer = f"--learning-rate {recipe.learning_rate / 4:.1g}", f"--max-steps {max(4 * steps, FEW_STEPS)}"
@@ -47,12 +47,15 @@ def explain_failed_seed(
     part = max(len(losses) // 10, 3)
     first, last = fmean(losses[:part]), fmean(losses[-part:])
     course = f"the loss went from {first:.3f} to {last:.3f}"
-    entropy = label_entropy(recipe, train)
-    has_exploded = entropy is not None and last > FALL * entropy and first > EXPLODED * equal_odds_loss(train)
+    labels = list_labels(recipe, train)
+    entropy = label_entropy(labels)
+    if recipe.task == "tag" and first > EXPLODED * equal_odds_loss(labels):
+        entropy = None  # the loss of a CRF is that of a sentence, and no word's
+    has_exploded = entropy is not None and last > FALL * entropy and first > EXPLODED * equal_odds_loss(labels)
     if last > RISE * first or has_exploded:
         high = f"{course}: the learning rate of {recipe.learning_rate:g} is too high. Try {lower}"
         return FailureCause(high, lower)
-    if last < LEARNED * first:
+    if last < LEARNED * (first if entropy is None else min(first, entropy)):
         learned = f"{course}, so it learned train, and dev does not follow: too few examples, or other labels in dev"
         return FailureCause(learned, "")
     unrelated = entropy is not None and last > FALL * entropy
@@ -74,30 +77,40 @@ def explain_failed_seed(
     return FailureCause(never, lower)
 
 
-def label_entropy(recipe: FinetuneRecipe, train: Sequence[Example]) -> float | None:
+def list_labels(recipe: FinetuneRecipe, train: Sequence[Example]) -> list[str]:
+    """Return the label of each example, or the tag of each word; of other tasks none."""
+    if recipe.task == "tag":
+        return [tag for e in train for tag in e.target]
+    return [e.target for e in train] if recipe.task in LABEL_TASKS else []
+
+
+def label_entropy(labels: Sequence[str]) -> float | None:
     """Return the entropy of the labels in nats: the loss of a model that knows their frequencies alone."""
-    if recipe.task not in LABEL_TASKS or not train:
+    if not labels:
         return None
-    counts = Counter(e.target for e in train).values()
-    return -sum(n / len(train) * math.log(n / len(train)) for n in counts)
+    return -sum(n / len(labels) * math.log(n / len(labels)) for n in Counter(labels).values())
 
 
-def equal_odds_loss(train: Sequence[Example]) -> float:
+def equal_odds_loss(labels: Sequence[str]) -> float:
     """Return the loss in nats of a model that gives all labels the same probability, as a new head nearly does."""
-    return math.log(len({e.target for e in train}))
+    return math.log(len(set(labels)))
 
 
-def find_constant_label(recipe: FinetuneRecipe, train: Sequence[Example], dev: Sequence[Example]) -> str | None:
-    """Return a sentence on labels that are almost all the same; None where they differ or the task has none."""
+def find_constant_label(
+    recipe: FinetuneRecipe, train: Sequence[Example], dev: Sequence[Example]
+) -> FailureCause | None:
+    """Return the cause if almost all labels are the same; None where they differ or the task has none."""
     if recipe.task not in LABEL_TASKS:
         return None
+    if len(labels := {e.target for e in dev}) == 1:
+        only = f"{recipe.dev}: every label is {quote(labels.pop())}, so no score shows what the model has learned"
+        return FailureCause(f"{only}. Take a file with examples of each label", "")
     for name, examples in ((recipe.train, train), (recipe.dev, dev)):
         label, count = Counter(e.target for e in examples).most_common(1)[0]
         if count >= CONSTANT_LABEL_SHARE * len(examples):
-            return (
-                f"{name}: {count / len(examples):.0%} of the labels are {quote(label)}, which is hard to beat by "
-                "accuracy. Try --metric macro_f1 --class-weights balanced, or other examples"
-            )
+            share, options = count / len(examples), "--metric macro_f1 --class-weights balanced"
+            hard = f"{name}: {share:.0%} of the labels are {quote(label)}, which is hard to beat by accuracy"
+            return FailureCause(f"{hard}. Try {options}, or other examples", options)
     return None
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 import unicodedata
 from collections import defaultdict
 from collections.abc import Sequence
@@ -144,13 +145,30 @@ def check_labels(train: Sequence[Example], dev: Sequence[Example], recipe: Finet
             f"{recipe.train}: the labels are numbers, as {labels[0]}. Each is a class of its own; "
             "--task regress learns them."
         )
+    if joined := [label for label in labels if joins_labels(label, labels)]:
+        warn(
+            f"{recipe.train}: {list_names(map(quote, joined), 3)}: several labels in one. A text has one label here, "
+            "so each mixture is a class of its own. For several labels of a text, train one model per label (yes, no)."
+        )
     for e in dev:
         if e.target not in labels:
             name, label = f"{recipe.dev}, example {shorten(e.id)}", quote(e.target)
             near = did_you_mean(str(e.target), map(str, labels))
+            if joins_labels(e.target, labels):
+                near = "A text has one label here; for several, train one model per label (yes, no)."
             raise UserError(f"{name}: the label {label} does not occur in {recipe.train}. {near}")
     if unseen := [label for label in labels if label not in {e.target for e in dev}]:
         warn(f"{recipe.dev} has no example of {list_names(unseen, 10)}: nothing is known about them.")
+
+
+def joins_labels(label: str, labels: Sequence[str]) -> bool:
+    """Whether a label is several of `labels`, joined.
+
+    >>> [joins_labels(label, ["bill", "praise"]) for label in ("bill; praise", "bill", "bill;other")]
+    [True, False, False]
+    """
+    parts = [part.strip() for part in re.split("[;,|]", label)]
+    return len(parts) > 1 and all(part in labels for part in parts)
 
 
 def is_fraction(label: str) -> bool:

@@ -43,6 +43,7 @@ from firth.metrics import (
 )
 from firth.metrics.bootstrap import MIN_SEEDS
 from firth.metrics.pairs import scores_from_ranks
+from firth.metrics.task_metrics import positive_label
 from firth.tasks.chain import read_chain
 from firth.tasks.embed import all_have_scores
 from firth.tasks.failure import explain_failed_seed
@@ -147,7 +148,9 @@ def summarize_seeds(
     copy_best_seed(folder, folder / f"seed-{best}")
     mean, std = mean_and_std([s[metric] for s in completed_scores])
     say_how_to_read(metric, mean, len(runs), best, diverged)
-    failures = exclude_failed_seeds(values, chance_score(task, metric, train, dev), metric, diverged)
+    failures = exclude_failed_seeds(values, chance_score(task, metric, train, dev), diverged)
+    causes = explain_failed_seeds(recipe, train, dev, folder, failures.get("failed", ()), diverged)
+    warn_about_failed_seeds(failures, causes, metric, len(runs))
     trial, search = load_trial(folder / RATE_TRIAL_FILE), read_intermediate(folder / SEARCH_FILE, Search)
     *earlier_links, link = read_chain(folder / f"seed-{best}" / "final")
     results = {
@@ -162,8 +165,9 @@ def summarize_seeds(
             for name in names
             if all(name in s for s in completed_scores)
         },
+        **label_of_f1(names, dev),
         **failures,
-        **explain_failed_seeds(recipe, train, dev, folder, failures.get("failed", ()), diverged),
+        **({"failure_causes": {str(i): cause for i, cause in causes.items()}} if causes else {}),
         **({"tasks": summarize_tasks(task, completed_scores)} if isinstance(task, MultiTask) else {}),
         DIVERGED_KEY: diverged,
         "scores": scores,
@@ -185,6 +189,12 @@ def summarize_seeds(
         results["comparison"] = compare_with_baseline(recipe, task, dev, folder)
         write_results(folder / "results.json", results)
     return results
+
+
+def label_of_f1(metrics: Iterable[str], examples: Sequence[Example]) -> dict[str, str]:
+    """Return {"positive_label": the class that "f1" is of}, of two classes; otherwise nothing."""
+    label = positive_label([e.target for e in examples]) if {"f1", "mcc"} <= set(metrics) else None
+    return {} if label is None else {"positive_label": label}
 
 
 def copy_best_seed(folder: Path, seed_folder: Path) -> None:
@@ -236,23 +246,13 @@ def copy_folder(source: Path, target: Path) -> None:
 # --- seeds that learned nothing -------------------------------------------------------------------------------------
 
 
-def exclude_failed_seeds(
-    values: Sequence[float], chance: float | None, metric: str, diverged: Sequence[int] = ()
-) -> dict[str, Any]:
+def exclude_failed_seeds(values: Sequence[float], chance: float | None, diverged: Sequence[int] = ()) -> dict[str, Any]:
     """Return the failed seeds (not above `chance`, or diverged), and mean and deviation of the others."""
     if chance is None:
         return {"failed": list(diverged)} if diverged else {}
     bad = failed_runs(values, chance)
     good = [v for i, v in enumerate(values) if i not in bad]
     mean, std = mean_and_std(good) if good else (None, None)
-    if bad:
-        learned = (
-            f"; the mean of the others is {format_metric(metric, mean)}"
-            if good
-            else ": give more steps (--num-train-epochs, --max-steps), more examples or another --learning-rate"
-        )
-        by_chance = f"{metric} {format_metric(metric, chance)}"
-        warn(f"{len(bad)} of {len(values)} seeds did not beat chance ({by_chance}){learned}.")
     return {"chance": chance, "failed": bad, "mean_without_failed": mean, "std_without_failed": std}
 
 
@@ -263,14 +263,27 @@ def explain_failed_seeds(
     folder: Path,
     failed: Sequence[int],
     diverged: Sequence[int],
-) -> dict[str, Any]:
-    """Return and print the likely cause of each seed at or below chance; that of a diverged one was printed."""
+) -> dict[int, str]:
+    """Return the likely cause of each seed at or below chance; that of a diverged one was printed."""
     own = [i for i in failed if i not in diverged]
-    causes = {i: explain_failed_seed(recipe, train, dev, folder / f"seed-{i}").sentence for i in own}
-    for i, cause in causes.items():
-        if cause not in list(causes.values())[: list(causes).index(i)]:
-            warn(f"seed-{i} is at or below chance. Likely cause: {cause}.")
-    return {"failure_causes": {str(i): cause for i, cause in causes.items()}} if causes else {}
+    return {i: explain_failed_seed(recipe, train, dev, folder / f"seed-{i}").sentence for i in own}
+
+
+def warn_about_failed_seeds(
+    failures: Mapping[str, Any], causes: Mapping[int, str], metric: str, num_seeds: int
+) -> None:
+    """Print how many seeds did not beat chance, and the likely causes, each once."""
+    if not failures.get("failed") or "chance" not in failures:
+        return
+    mean, chance = failures["mean_without_failed"], format_metric(metric, failures["chance"])
+    others = "" if mean is None else f"; the mean of the others is {format_metric(metric, mean)}"
+    different = list(dict.fromkeys(causes.values()))
+    cause = "".join(f" Likely cause: {text}." for text in different[:1])
+    if len(different) > 1:
+        first = {text: f"seed-{i}" for i, text in reversed(list(causes.items()))}
+        cause = " Likely causes: " + " ".join(f"{first[text]}: {text}." for text in different)
+    counted = f"{len(failures['failed'])} of {format_count(num_seeds, 'seed')}"
+    warn(f"{counted} did not beat chance ({metric} {chance}){others}.{cause}")
 
 
 def chance_score(task: Task, metric: str, train: Sequence[Example], dev: Sequence[Example]) -> float | None:

@@ -20,6 +20,7 @@ from firth.tokens.sentence_pairs import tokens_to_truncate
 
 # Between two texts of a decoder, and at their end (GPT, Radford et al. 2018, section 3.3).
 DELIMITER_TOKEN, EXTRACT_TOKEN = "<delimiter>", "<extract>"
+LONGER_TEXTS = "Fine-tune with --max-seq-length for longer ones."  # the remedy for a text that is cut
 
 
 class EncodedSequence(NamedTuple):
@@ -46,6 +47,7 @@ class TaskTemplate:
     def __init__(self, tokenizer: Tokenizer, config: ModelConfig, max_length: int) -> None:
         self.tokenizer, self.num_truncated = tokenizer, 0
         self.max_length = min(max_length, config.max_length or max_length)
+        self.is_longest = self.max_length == config.max_length
         vocab, self.sequence_template = tokenizer.vocab, make_sequence_template(config, tokenizer.vocab)
         if config.architecture == "decoder":
             ids = [tokenizer.backend.token_to_id(token) for token in (DELIMITER_TOKEN, EXTRACT_TOKEN)]
@@ -92,7 +94,8 @@ class TaskTemplate:
         return a[: len(a) - lost_a], b[: len(b) - lost_b]
 
     def truncation_notices(self) -> list[str]:
-        return truncation_messages(self.num_truncated, "text", self.max_length)
+        notices = truncation_messages(self.num_truncated, "text", self.max_length)
+        return notices if self.is_longest else [f"{notice} {LONGER_TEXTS}" for notice in notices]
 
 
 def token_at_char(offsets: Sequence[tuple[int, int]] | np.ndarray, char_index: int) -> int:

@@ -32,7 +32,7 @@ from firth.tasks.seq2seq_batch import (
     score_answers,
 )
 from firth.tasks.task import Prediction, TruncatingTokenizer, batch_indices_by_length
-from firth.tasks.template import DELIMITER_TOKEN
+from firth.tasks.template import DELIMITER_TOKEN, LONGER_TEXTS
 from firth.text import Example
 from firth.tokens import Tokenizer
 from firth.tokens.template import SequenceTemplate, with_template
@@ -192,7 +192,7 @@ class TextToTextTask:
         remedy = "a model that learns them stops there. Fine-tune with --max-target-length for longer ones."
         cut_answers = self.answer_tokenizer.truncation_notices("answer")
         return [
-            *self.source_tokenizer.truncation_notices("text"),
+            *(f"{notice} {LONGER_TEXTS}" for notice in self.source_tokenizer.truncation_notices("text")),
             *(f"{notice.removesuffix('.')}: {remedy}" for notice in cut_answers),
         ]
 

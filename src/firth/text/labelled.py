@@ -74,6 +74,7 @@ def read_labelled(
     except MissingColumnError as e:
         other = None if columns else infer_task_from_columns(e.available_columns)
         raise UserError(f"{e} Or is it a file for --task {other}?" if other not in (None, task) else str(e)) from None
+    notes.check_labels(len(examples))
     notes.print_summary()
     if not examples:
         raise UserError(f"{path}: no examples in this file.")

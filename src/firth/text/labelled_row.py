@@ -27,6 +27,7 @@ class RowNotes:
 
     path: str
     row_locations: dict[tuple[str, str], list[str]] = field(default_factory=lambda: defaultdict(list))
+    unlabelled_lines: dict[str, list[int]] = field(default_factory=lambda: defaultdict(list))  # by column
     # column -> type of its labels -> the first label of that type
     label_types: dict[str, dict[str, Any]] = field(default_factory=lambda: defaultdict(dict))
 
@@ -37,6 +38,15 @@ class RowNotes:
     def is_abridged(self) -> bool:
         """Whether `print_summary` omits rows."""
         return any(len(rows) > MAX_LISTED_ROWS for rows in self.row_locations.values())
+
+    def check_labels(self, num_rows: int) -> None:
+        """Raise if rows lack a required label."""
+        for column, lines in self.unlabelled_lines.items():
+            listed = ", ".join(map(str, lines[:MAX_LISTED_ROWS])) + (", ..." if len(lines) > MAX_LISTED_ROWS else "")
+            raise UserError(
+                f"{self.path}: column {quote(column)} is empty in {len(lines):,} of {format_count(num_rows, 'row')} "
+                f"(line {listed}). Fill it in, or delete these rows."
+            )
 
     def to_records(self) -> list[dict[str, Any]]:
         """Return all notes with all rows, for a JSON file."""
@@ -115,10 +125,16 @@ class LabelledRow:
         return text
 
     def label(self, role: str) -> str | None:
-        """Return a label as a string: a JSON `true` or `3` becomes "true" or "3"."""
+        """Return a label as a string: a JSON `true` or `3` becomes "true" or "3".
+
+        `notes` counts the rows that lack a required label; they are None too.
+        """
         if self.is_label_missing(role):
             return None
         value = self.value(role)
+        if isinstance(value, str) and not value.strip():
+            self.notes.unlabelled_lines[self.column(role)].append(self.line_number)
+            return None
         self.notes.label_types[self.column(role)].setdefault(LABEL_TYPE_NAMES.get(type(value), ""), value)
         return self.require_nonempty(role, self.to_label(value))
 
