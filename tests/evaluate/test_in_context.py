@@ -26,7 +26,7 @@ from firth.evaluate.in_context import (
     evaluate_in_context,
     make_runs,
 )
-from firth.evaluate.induction import copy_losses, evaluate_induction
+from firth.evaluate.induction import CopyLosses, copy_losses, evaluate_induction
 from firth.evaluate.likelihood import make_scorer, text_likelihoods
 from firth.evaluate.logprobs import LogprobQuery, compute_logprobs, score_query_batch
 from firth.evaluate.prompt_template import BUILT_IN_TEMPLATES, parse_template, template_fields
@@ -345,6 +345,10 @@ def test_pairs_relations_and_verbalizers(untrained: Any) -> None:
         evaluate_in_context(untrained("gpt2"), "pair", pairs, template=["cloze"])
     with pytest.raises(UserError, match="'same' stands for two labels"):
         evaluate_in_context(untrained("gpt2"), "pair", pairs, verbalizer={"0": "same", "1": "same"})
+    with pytest.raises(UserError, match=r"the label 'nay', and the files have no, yes\. "):
+        LabelledTask("pair", [Example(0, ("a", "b"), "yes")], [Example(1, ("a", "b"), "no")], {"nay": "wrong"})
+    named = {"no": "wrong", "yes": "right", "maybe": "unsure"}  # a label that no example has
+    assert LabelledTask("pair", [Example(0, ("a", "b"), "yes")], [], named).labels == ("maybe", "no", "yes")
     related = [
         Example(1, ("Anna met Ravi.",), "friend", spans=((0, 4), (9, 13))),
         Example(2, ("Bo.",), "none", ((0, 2),) * 2),
@@ -443,6 +447,16 @@ def test_a_token_is_found_again_by_a_model_that_copies(untrained: Any, monkeypat
     assert outcome.metrics["copy_accuracy"] > 0.9
     assert outcome.metrics["induction_gain"] > 0.9 * np.log(size)
     assert outcome.notices[0].startswith("Induction: ")
+
+
+@pytest.mark.parametrize(("gain", "found"), [(0.005, False), (0.05, True)])
+def test_a_gain_that_is_sure_and_tiny_is_no_induction(
+    gain: float, found: bool, untrained: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    losses = CopyLosses(np.full((4, 5), 3.0), np.full((4, 5), 3.0 - gain), np.zeros((4, 5), dtype=bool))
+    monkeypatch.setattr("firth.evaluate.induction.copy_losses", lambda *_: losses)
+    _, outcome = evaluate_induction(untrained("gpt2"))
+    assert outcome.notices[0].startswith("Induction: " if found else "No induction: ")
 
 
 def test_evaluate_induction_needs_no_data(saved: Any, tmp_path: Path) -> None:

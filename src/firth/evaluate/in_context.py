@@ -24,7 +24,7 @@ N examples, C labels.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from itertools import islice
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -33,7 +33,7 @@ import numpy as np
 from tokenizers import Encoding
 
 from firth.core.console import format_count
-from firth.core.errors import UserError, list_names, quote, shorten
+from firth.core.errors import UserError, did_you_mean, list_names, quote, shorten
 from firth.evaluate.cloze import choice_prediction, unique_argmax
 from firth.evaluate.evaluation import Evaluation
 from firth.evaluate.likelihood import (
@@ -95,7 +95,8 @@ class LabelledTask:
         self.task, self.examples = task, examples
         self.labels: tuple[str, ...] = ()
         if task != "choice":
-            found = {example.target for example in (*examples, *train)} - {None}
+            found = {example.target for example in (*examples, *train) if example.target is not None}
+            check_verbalizer(words, found)
             self.labels = tuple(sorted({*found, *words}))
             self.words = tuple(words.get(label, label) for label in self.labels)
             if len(self.labels) < 2:
@@ -191,6 +192,18 @@ def evaluate_in_context(
         return Evaluation({}, first, details, notices)
     metrics, facts, at_chance = summarize_runs(labelled, runs, scored)
     return Evaluation(metrics, first, details | facts, [*notices, *at_chance])
+
+
+def check_verbalizer(words: Mapping[str, str], labels: Collection[str]) -> None:
+    """Refuse a label that the files do not have, unless all of theirs are named too: it would be one more class."""
+    unknown = [label for label in words if label not in labels]
+    unnamed = [label for label in labels if label not in words]
+    if unknown and unnamed:
+        known = list_names(sorted(labels))
+        raise UserError(
+            f"--verbalizer names the label {quote(unknown[0])}, and the files have {known}. "
+            f"{did_you_mean(unknown[0], unnamed)} A label beside those of the files needs a word for each of these too."
+        )
 
 
 def exclude_queries(train: Sequence[Example], examples: Sequence[Example]) -> tuple[list[Example], int]:

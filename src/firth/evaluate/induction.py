@@ -42,6 +42,7 @@ NUM_SEQUENCES = 64
 MAX_PSEUDO_COPY_TOKENS, NUM_PSEUDO_SEQUENCES = 32, 16
 MIN_COPY_TOKENS = 4
 STANDARD_ERRORS = 2  # a gain above this many is no accident
+MIN_GAIN = 0.01  # nats: a smaller one is no copying, however sure it is
 
 
 class CopyLosses(NamedTuple):
@@ -84,7 +85,7 @@ def evaluate_induction(checkpoint: Model | str | Path, **settings: Any) -> tuple
         "repeated_loss_by_position": losses.repeated.mean(0).tolist(),
         "unrepeated_loss_by_position": losses.unrepeated.mean(0).tolist(),
     }
-    found = "Induction" if mean > STANDARD_ERRORS * error else "No induction"
+    found = "Induction" if mean > max(MIN_GAIN, STANDARD_ERRORS * error) else "No induction"
     notice = (
         f"{found}: a token of a random sequence costs {metrics['unrepeated_loss']:.3f} nats, and {mean:.3f} less when "
         f"the sequence is repeated (standard error {error:.3f})."
