@@ -12,6 +12,7 @@ import pytest
 from firth.core.errors import UserError
 from firth.evaluate import suite as suite_module
 from firth.evaluate.suite import (
+    UNBOUNDED_METRICS,
     build_task_recipe,
     evaluate_suite,
     format_suite_rows,
@@ -22,6 +23,7 @@ from firth.evaluate.suite import (
     superglue_extra_scores,
 )
 from firth.tasks import Prediction
+from firth.tasks.results import FIXED_TASK_METRICS, LOWER_IS_BETTER_METRICS
 from firth.text import Example, SuiteTask
 
 WORDS = {"cat": 1, "dog": 1, "river": 0, "garden": 0}
@@ -239,6 +241,8 @@ def test_the_average_counts_every_task_once() -> None:
 
 def test_the_average_is_of_scores_on_one_scale() -> None:
     write, text = SuiteTask("write", "text-to-text", None, {}, {}, ("chrf", "exact_match")), SuiteTask("text", "lm")
+    # metrics that have no bound are those of text, and these
+    assert {*FIXED_TASK_METRICS["preference"][1:], *LOWER_IS_BETTER_METRICS} <= {*UNBOUNDED_METRICS}
     done = {
         "write": summarize_task(write, {"dev": [{"chrf": 60.0, "exact_match": 0.2}]}),
         "text": summarize_task(text, {"dev": [{"perplexity": 30.0, "bits_per_byte": 2.0}]}),

@@ -65,7 +65,10 @@ SCORE_CAPTION = (
 )
 PERCENT_METRICS = ("chrf", "bleu", "rouge_1", "rouge_2", "rouge_l", "rouge_lsum")  # from 0 to 100
 # lower is better, or without a bound: not averaged
-UNBOUNDED_METRICS = (*text_metric_names(True), *text_metric_names(False), "answer_logp")
+UNBOUNDED_METRICS = (
+    *(*text_metric_names(True), *text_metric_names(False), "answer_logp"),
+    *("mean_absolute_error", "margin", "reward_chosen", "reward_rejected"),
+)
 ZERO_SHOT_METRICS = {  # metrics without fine-tuning, where they differ from those after fine-tuning
     "minimal-pairs": ("accuracy", "group_accuracy"),
     "cloze": ("accuracy", "answer_logp", "known"),
@@ -459,8 +462,8 @@ def summarize_suite(
 ) -> dict[str, Any]:
     """Results of the finished tasks. Scores are from 0 to 1, or from -1 to 1 (mcc, correlations).
 
-    The average excludes NaN scores (`left_out`) and unbounded metrics (`off_scale`): perplexities, bits per byte and
-    log-probabilities.
+    The average excludes NaN scores (`left_out`) and unbounded metrics (`off_scale`): perplexities, bits per byte,
+    log-probabilities, errors and rewards.
     """
     missing = [name for name in all_names if name not in finished]
     left_out = [name for name, task in finished.items() if not math.isfinite(task["score"])]
