@@ -15,12 +15,14 @@ from firth.core.errors import UserError
 from firth.evaluate.likelihood import (
     ScoringWindow,
     aggregate_likelihoods,
+    lowercasing_messages,
     make_scorer,
     sliding_windows,
     text_likelihoods,
     word_ends,
 )
 from firth.models import make_sequence_template
+from firth.tokens import tokenizer_from_words
 
 CLASSES = {
     "gpt2": "AutoModelForCausalLM",
@@ -200,6 +202,12 @@ def test_batches_do_not_matter(family: str, untrained: Any, sentences: list[str]
     one = text_likelihoods(untrained(family), sentences[:2], batch_tokens=1)
     many = text_likelihoods(untrained(family), sentences[:2])
     assert [x.logp for x in one] == pytest.approx([x.logp for x in many], abs=1e-3)
+
+
+def test_a_tokenizer_that_lowercases_is_named(tokenizers: Any) -> None:
+    for tokenizer in (*tokenizers.values(), tokenizer_from_words(["A", "cat"])):
+        assert lowercasing_messages(tokenizer) == []
+    assert "capitals cost nothing" in lowercasing_messages(tokenizer_from_words(["a"], lowercase=True))[0]
 
 
 def test_a_text_without_tokens_counts_nothing(untrained: Any) -> None:

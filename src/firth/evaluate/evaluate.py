@@ -28,7 +28,13 @@ from firth.evaluate.embed import evaluate_text_similarity, evaluate_word_in_cont
 from firth.evaluate.evaluation import Evaluation
 from firth.evaluate.in_context import IN_CONTEXT_TASKS, evaluate_in_context
 from firth.evaluate.induction import RANDOM_TOKENS, evaluate_induction
-from firth.evaluate.likelihood import aggregate_likelihoods, choose_scoring_method, make_scorer, unknown_token_messages
+from firth.evaluate.likelihood import (
+    aggregate_likelihoods,
+    choose_scoring_method,
+    lowercasing_messages,
+    make_scorer,
+    unknown_token_messages,
+)
 from firth.evaluate.minimal_pairs import evaluate_minimal_pairs
 from firth.evaluate.ngram import NgramScorer
 from firth.evaluate.report import write_evaluation_report
@@ -243,6 +249,7 @@ def evaluate_text(checkpoint: Path, corpus: Corpus, settings: Mapping[str, Any])
     likelihoods = list(scorer.score_texts(texts()))
     metrics, facts = aggregate_likelihoods(scorer, likelihoods)
     notices = [corpus.describe(), *scorer.notices, *unknown_token_messages(facts["unknown"])]
+    notices += lowercasing_messages(scorer.tokenizer) if scorer.is_exact else []
     predictions = [Prediction(one.logp, extra={"tokens": one.tokens, "bytes": one.bytes}) for one in likelihoods]
     return examples, Evaluation(metrics, predictions, facts, notices)
 

@@ -43,6 +43,7 @@ from firth.metrics import perplexity as as_perplexity
 from firth.models import Model, ModelConfig, load_model, make_sequence_template
 from firth.models.config import ELMoConfig
 from firth.objectives.visibility import attention_rank
+from firth.tokens import Tokenizer
 from firth.tokens.lexicon import OpenVocabTokenizer
 from firth.train import TrainingConfig, choose_compute
 
@@ -613,6 +614,18 @@ def unknown_token_messages(num_unknown: int) -> list[str]:
     """A message on unknown tokens, which are easy to predict and lower the perplexity."""
     count = format_count(num_unknown, "token is", "tokens are")
     return [f"{count} unknown to the tokenizer (<unk>), which is easy to predict."] if num_unknown else []
+
+
+def lowercasing_messages(tokenizer: Tokenizer) -> list[str]:
+    """A message on a tokenizer that lowercases: a code for the text would have to say which letters are capitals."""
+    normalizer = tokenizer.backend.normalizer
+    if normalizer is None or "A" in normalizer.normalize_str("A"):
+        return []
+    message = (
+        "The tokenizer lowercases texts, so that capitals cost nothing: compare the bits per byte only with those of "
+        "tokenizers that do the same."
+    )
+    return [message]
 
 
 def text_metric_names(is_exact: bool) -> tuple[str, ...]:

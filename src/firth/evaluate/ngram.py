@@ -23,12 +23,13 @@ class NgramScorer:
         if method not in ("auto", self.method):
             raise UserError(f"method {quote(method)}: an n-gram model has one, left-to-right.")
         self.model = load_ngram(checkpoint)
+        assert self.model.tokenizer is not None
+        self.tokenizer = self.model.tokenizer
         self.max_length, self.stride = self.model.order, 1
 
     def score_texts(self, texts: Iterable[str]) -> Iterator[Likelihood]:
         """Yield the likelihood of each text, in order, without that of its end."""
-        tokenizer = self.model.tokenizer
-        assert tokenizer is not None
+        tokenizer = self.tokenizer
         first, unknown = boundary_tokens(tokenizer.vocab)[0], tokenizer.vocab.unk
         for text in track(texts, "scoring", "texts"):
             ids = tokenizer.encode(text)
