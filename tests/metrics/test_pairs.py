@@ -12,7 +12,7 @@ from torchmetrics.functional.retrieval import retrieval_reciprocal_rank
 
 from firth.core.errors import UserError
 from firth.metrics import accuracy_by_group, analogy_correct, best_threshold, minimal_pair_correct, pairs
-from firth.metrics.pairs import retrieval_scores
+from firth.metrics.pairs import random_retrieval_scores, retrieval_ranks, retrieval_scores
 
 
 def test_a_tie_is_wrong() -> None:
@@ -50,6 +50,20 @@ def test_vectors_that_are_all_alike_find_nothing() -> None:
     assert scores["precision_at_1"] == 0
     assert scores["mrr"] == 1 / 4
     assert retrieval_scores(np.zeros((4, 3)), np.ones((4, 3)))["mrr"] == 1 / 4
+
+
+def test_a_text_of_several_pairs_is_found_for_each(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two questions with one answer, and a question with two: neither answer is a mistake for the other."""
+    texts = [("q1", "yes"), ("q2", "yes"), ("q3", "no"), ("q3", "never"), ("q4", "so")]
+    a = np.array([[1, 0, 0], [1, 0.1, 0], [0, 1, 0], [0, 1, 0], [0, 0, 1]], dtype=float)
+    b = np.array([[1, 0, 0.1], [1, 0, 0.1], [0, 1, 0], [0, 1, 0.2], [1, 0, 0]], dtype=float)
+    monkeypatch.setattr(pairs, "RANK_BLOCK_ROWS", 2)
+    there, back = retrieval_ranks(a, b, texts)
+    assert there.tolist() == [2, 2, 1, 1, 4], "`so` is nearer to q1 and q2, and all others are as near to q4"
+    assert back.tolist() == [1, 1, 1, 1, 4]
+    chance = random_retrieval_scores(texts)
+    assert chance["precision_at_1_forward"] == pytest.approx((1 / 4 + 1 / 4 + 1 / 3 + 1 / 3 + 1 / 4) / 5)
+    assert chance["mrr_backward"] == pytest.approx((2 * (1 + 1 / 2 + 1 / 3) / 3 + 3 * (25 / 12) / 4) / 5)
 
 
 def test_a_vector_of_zeros_ranks_last() -> None:

@@ -291,5 +291,5 @@ def evaluate_text_similarity(
     """
     texts = [text for example in examples for text in example.texts]
     x_ND = embed_texts(checkpoint, texts, normalise=True, **settings)  # type: ignore[arg-type]
-    predictions = compare_pairs(x_ND[::2], x_ND[1::2], all_have_scores(examples))
+    predictions = compare_pairs(x_ND[::2], x_ND[1::2], all_have_scores(examples), [e.texts for e in examples])
     return Evaluation(score_pairs(examples, predictions), predictions)

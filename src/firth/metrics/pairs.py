@@ -6,7 +6,8 @@ N examples, M rows of a block, D dimensions of a vector.
 from __future__ import annotations
 
 import statistics
-from collections.abc import Sequence
+from collections import defaultdict
+from collections.abc import Hashable, Sequence
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
@@ -56,11 +57,32 @@ def retrieval_scores(vectors_a: ArrayLike, vectors_b: ArrayLike) -> dict[str, fl
     return scores_from_ranks(*retrieval_ranks(vectors_a, vectors_b))
 
 
-def retrieval_ranks(vectors_a: ArrayLike, vectors_b: ArrayLike) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """Two (N,) arrays of ranks from 1: of B's vector i for the query A i, and of A's vector i for the query B i."""
+def retrieval_ranks(
+    vectors_a: ArrayLike, vectors_b: ArrayLike, texts: Sequence[Sequence[Hashable]] | None = None
+) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    """Two (N,) arrays of ranks from 1: of B's vector i for the query A i, and of A's vector i for the query B i.
+
+    `texts` are the two texts of each pair. A text of several pairs is one key, and one that is right for all of its
+    partners: where many questions have one answer, it is found for each of them. Default: all texts differ.
+    """
     a_ND, b_ND = _normalize_rows(vectors_a), _normalize_rows(vectors_b)
     check_same_length(a_ND, b_ND)
-    return _diagonal_ranks(a_ND, b_ND), _diagonal_ranks(b_ND, a_ND)
+    a_N, b_N = _number_texts(texts, len(a_ND))
+    return _partner_ranks(a_ND, b_ND, a_N, b_N), _partner_ranks(b_ND, a_ND, b_N, a_N)
+
+
+def random_retrieval_scores(texts: Sequence[Sequence[Hashable]]) -> dict[str, float]:
+    """Return the expected scores of random vectors, which put the partner at every rank with the same probability.
+
+    >>> random_retrieval_scores([("a", "x"), ("b", "x"), ("c", "y")])["precision_at_1_forward"]
+    0.5
+    """
+    a_N, b_N = _number_texts(texts, len(texts))
+    sizes = {"_forward": _num_ranks(a_N, b_N), "_backward": _num_ranks(b_N, a_N)}
+    sizes = {"": np.concatenate([*sizes.values()]), **sizes}
+    harmonic = np.cumsum(1 / np.arange(1, len(texts) + 1))
+    precision = {f"precision_at_1{suffix}": float(np.mean(1 / size_N)) for suffix, size_N in sizes.items()}
+    return precision | {f"mrr{suffix}": float(np.mean(harmonic[n - 1] / n)) for suffix, n in sizes.items()}
 
 
 def scores_from_ranks(forward_N: NDArray[np.int64], backward_N: NDArray[np.int64]) -> dict[str, float]:
@@ -79,15 +101,46 @@ def _normalize_rows(vectors: ArrayLike) -> NDArray[np.float64]:
         return vector_ND / np.linalg.norm(vector_ND, axis=1, keepdims=True)
 
 
-def _diagonal_ranks(query_ND: NDArray[np.float64], key_ND: NDArray[np.float64]) -> NDArray[np.int64]:
-    """(N,) rank, from 1, of key i for query i; computed in blocks to avoid an (N, N) array."""
-    ranks = []
+def _number_texts(
+    texts: Sequence[Sequence[Hashable]] | None, num_pairs: int
+) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    """Two (N,) arrays: each side's texts by number, equal for equal texts."""
+    if texts is None:
+        return np.arange(num_pairs), np.arange(num_pairs)
+    numbers: tuple[dict[Hashable, int], ...] = ({}, {})
+    number_N2 = [[known.setdefault(x, len(known)) for known, x in zip(numbers, pair, strict=True)] for pair in texts]
+    a_N, b_N = np.array(number_N2, dtype=np.int64).T
+    return a_N, b_N
+
+
+def _find_partners(query_N: NDArray[np.int64], key_N: NDArray[np.int64]) -> dict[int, set[int]]:
+    """Return the keys that are right for each query."""
+    partners: dict[int, set[int]] = defaultdict(set)
+    for query, key in zip(query_N.tolist(), key_N.tolist(), strict=True):
+        partners[query].add(key)
+    return partners
+
+
+def _num_ranks(query_N: NDArray[np.int64], key_N: NDArray[np.int64]) -> NDArray[np.int64]:
+    """(N,) ranks that a key can have for its query: among those that are not right for it."""
+    partners, num_keys = _find_partners(query_N, key_N), len(np.unique(key_N))
+    return np.array([num_keys - len(partners[query]) + 1 for query in query_N.tolist()])
+
+
+def _partner_ranks(
+    query_ND: NDArray[np.float64], key_ND: NDArray[np.float64], query_N: NDArray[np.int64], key_N: NDArray[np.int64]
+) -> NDArray[np.int64]:
+    """(N,) rank, from 1, of key i for query i; computed in blocks to avoid an (N, N) array. K distinct keys."""
+    key_KD = key_ND[np.unique(key_N, return_index=True)[1]]
+    partners, ranks = _find_partners(query_N, key_N), []
     for start in range(0, len(query_ND), RANK_BLOCK_ROWS):
-        similarity_MN = query_ND[start : start + RANK_BLOCK_ROWS] @ key_ND.T
-        row_M = np.arange(len(similarity_MN))
-        right_M = similarity_MN[row_M, start + row_M]
-        rank_M = (similarity_MN >= right_M[:, None]).sum(1)  # a key that is NaN is behind the right one
-        ranks.append(np.where(np.isnan(right_M), len(key_ND), rank_M))
+        rows = slice(start, start + RANK_BLOCK_ROWS)
+        similarity_MK = query_ND[rows] @ key_KD.T
+        right_M = similarity_MK[np.arange(len(similarity_MK)), key_N[rows]]
+        for similarity_K, query in zip(similarity_MK, query_N[rows].tolist(), strict=True):
+            similarity_K[[*partners[query]]] = -np.inf  # another right key is not before this one
+        rank_M = 1 + (similarity_MK >= right_M[:, None]).sum(1)  # a key that is NaN is behind the right one
+        ranks.append(np.where(np.isnan(right_M), len(key_KD), rank_M))
     return np.concatenate(ranks)
 
 

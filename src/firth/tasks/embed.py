@@ -8,7 +8,7 @@ N texts, P pairs, D model width.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -95,18 +95,22 @@ class EmbeddingTask(HeadTask):
         """Return the cosine of each pair and, without scores, the retrieval ranks in both directions."""
         pairs = [p.prediction for p in super().predict(model, items, compute, batch_size)]
         a_PD, b_PD = (np.stack([pair[side] for pair in pairs]) for side in (0, 1))
-        return compare_pairs(a_PD, b_PD, all(item.label is not None for item in items))
+        texts = [[tuple(sequence.ids) for sequence in item.sequences] for item in items]
+        return compare_pairs(a_PD, b_PD, all(item.label is not None for item in items), texts)
 
     def score(self, examples: Sequence[Example], predictions: Sequence[Prediction]) -> dict[str, float]:
         return score_pairs(examples, predictions)
 
 
-def compare_pairs(a_PD: Array, b_PD: Array, have_scores: bool) -> list[Prediction]:
-    """Return the cosine of each pair of unit vectors and, without scores, the retrieval ranks in both directions."""
+def compare_pairs(a_PD: Array, b_PD: Array, have_scores: bool, texts: Sequence[Sequence[Hashable]]) -> list[Prediction]:
+    """Return the cosine of each pair of unit vectors and, without scores, the retrieval ranks in both directions.
+
+    `texts`: both texts of each pair, or their tokens.
+    """
     cosines = (a_PD * b_PD).sum(1).tolist()
     if have_scores:
         return [Prediction(cosine) for cosine in cosines]
-    ranks = zip(*(rank_P.tolist() for rank_P in retrieval_ranks(a_PD, b_PD)), strict=True)
+    ranks = zip(*(rank_P.tolist() for rank_P in retrieval_ranks(a_PD, b_PD, texts)), strict=True)
     return [
         Prediction({"cosine": cosine, "rank_forward": there, "rank_backward": back})
         for cosine, (there, back) in zip(cosines, ranks, strict=True)

@@ -42,7 +42,7 @@ from firth.metrics import (
     mean_and_std,
 )
 from firth.metrics.bootstrap import MIN_SEEDS
-from firth.metrics.pairs import scores_from_ranks
+from firth.metrics.pairs import random_retrieval_scores, scores_from_ranks
 from firth.metrics.task_metrics import positive_label
 from firth.tasks.chain import read_chain
 from firth.tasks.embed import all_have_scores
@@ -298,8 +298,7 @@ def chance_score(task: Task, metric: str, train: Sequence[Example], dev: Sequenc
     if isinstance(task, MultiTask):
         return multitask_chance_score(task, metric, train, dev)
     if task.name == "embed" and not all_have_scores(dev):
-        ranks = np.arange(1, len(dev) + 1)
-        return scores_from_ranks(ranks, ranks)[metric]
+        return random_retrieval_scores([e.texts for e in dev])[metric]
     if task.name in ZERO_CHANCE_TASKS:
         return 0.0
     values = [
