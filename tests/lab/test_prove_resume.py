@@ -84,6 +84,10 @@ def test_bad_numbers_are_refused(corpus_file: Path, tmp_path: Path) -> None:
         api.prove_resume("bert-tiny", corpus_file, tmp_path / "run", kills=0)
     with pytest.raises(UserError, match="--max-steps"):
         api.prove_resume("bert-tiny", corpus_file, tmp_path / "run", kills=3, max_steps=4, vocab_size=400)
+    (tmp_path / "proof").mkdir()
+    (tmp_path / "proof" / "straight.yaml").touch()
+    with pytest.raises(UserError, match=r"exists already, with a proof .* --overwrite makes it again"):
+        api.prove_resume("bert-tiny", corpus_file, tmp_path / "proof")
 
 
 @pytest.mark.slow

@@ -152,6 +152,8 @@ def check_run_folder(path: Path, resume: bool, overwrite: bool, inputs: Sequence
         return
     if has_only_prepared_data(path) and not overwrite:
         return
+    if not overwrite and any((path / name).exists() for name in PROVE_RESUME_FILES):
+        raise UserError(f"{path} exists already, with a proof of `prove-resume`. --overwrite makes it again.")
     if not (resume or overwrite):
         raise UserError(f"{path} exists already. --resume continues the run in it, --overwrite starts it again.")
     if resume and (path / "recipe.yaml").is_file():
