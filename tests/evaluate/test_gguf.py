@@ -203,6 +203,8 @@ def test_the_prompt_of_a_task_in_the_modelfile(own_tokenizers: dict[str, Tokeniz
     bos = make_sequence_template(config, tokenizer.vocab).prefix_ids
     assert ids == [*bos, *tokenizer.encode("de: A cat<delimiter>", parse_special=True)], "the same by hand"
     assert 'TEMPLATE """{{ .Prompt }}"""' in make_modelfile(model, tokenizer, "f16", {})
+    odd = make_modelfile(model, tokenizer, "f16", facts | {"prefix": '"é"\t😀: '})
+    assert r'TEMPLATE """{{ "\"\U000000e9\"\t\U0001f600: " }}{{ .Prompt }}<delimiter>"""' in odd.splitlines()
 
 
 def test_q8_0_is_that_of_the_reference() -> None:

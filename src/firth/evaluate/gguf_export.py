@@ -104,5 +104,17 @@ def prompt_template(model: Model, tokenizer: Tokenizer, facts: Mapping[str, Any]
     delimiter = tokenizer.backend.token_to_id(DELIMITER_TOKEN)
     if answers and not ids and delimiter is not None:
         ids = (delimiter,)
-    prefix = f"{{{{ {json.dumps(facts['prefix'])} }}}}" if answers and facts.get("prefix") else ""
+    prefix = f"{{{{ {go_string(facts['prefix'])} }}}}" if answers and facts.get("prefix") else ""
     return prefix + "{{ .Prompt }}" + "".join(str(tokenizer.backend.id_to_token(i)) for i in ids)
+
+
+def go_string(text: str) -> str:
+    """Return a string literal of Go, the language of Ollama's templates.
+
+    JSON's pairs of surrogates are no characters there, and Ollama drops unprintable ones that are not escaped.
+
+    >>> print(go_string('a "😀"'))
+    "a \\"\\U0001f600\\""
+    """
+    quoted = json.dumps(text, ensure_ascii=False)
+    return "".join(c if c.isascii() and c.isprintable() else f"\\U{ord(c):08x}" for c in quoted)
