@@ -116,6 +116,7 @@ def test_odd_messages(tmp_path: Path) -> None:
             raw(b"Subject: only a picture", b"Content-Type: image/png", b"", b"iVBORw0KGgo="),
             raw(b"Content-Type: multipart/mixed; boundary=x", b"", b"--x", b"", b"cut"),
             raw(b"", b">From the start", b"to the end"),
+            raw(b"", b"From May 2024 on", b"it works"),
             b"".join(
                 [b"From x Tue Mar  5 10:01:46 2024\n", b"Content-Type: multipart/mixed; boundary=b\n\n--b\n" * 300]
             ),
@@ -128,6 +129,7 @@ def test_odd_messages(tmp_path: Path) -> None:
         "café\n\nSchöne Grüße aus Köln",
         "cut",
         "From the start\nto the end",
+        "From May 2024 on\nit works",
     ]
     assert "; 2 skipped: messages without a text that can be decoded" in corpus.describe()
 

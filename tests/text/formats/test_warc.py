@@ -115,8 +115,13 @@ def test_http_bodies() -> None:
     assert join_chunks(b"<html>not chunked</html>") == b"<html>not chunked</html>"
     assert decode_body(zlib.compress(b"<p>a"), {"content-encoding": "deflate"}) == b"<p>a"
     assert decode_body(b"<p>a", {"content-encoding": "gzip"}) == b"<p>a"  # decoded by the crawler
+    assert decode_body(zlib.compress(b"<p>a")[2:-4], {"content-encoding": "deflate"}) == b"<p>a"  # without its header
+    assert decode_body(b"Kept", {"content-encoding": "deflate"}) == b"Kept"
+    assert decode_body(gzip.compress(b"<p>") + gzip.compress(b"a"), {"content-encoding": "gzip"}) == b"<p>a"
     bomb = zlib.compress(b"\0" * (warc.MAX_PAGE_BYTES + 1))
     assert decode_body(bomb, {"content-encoding": "deflate"}) is None
+    members = gzip.compress(b"") * (warc.MAX_GZIP_MEMBERS + 1)
+    assert decode_body(members, {"content-encoding": "gzip"}) is None
     assert parse_http_response(b"HTTP/1.1 200 OK\nContent-Type: text/plain\n\nbody") == (b"body", "text/plain", "")
     assert parse_http_response(b"garbage") == "records without an HTTP response"
 

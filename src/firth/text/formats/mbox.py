@@ -30,6 +30,7 @@ MAX_HEADER_CHARS = 5000  # of a subject or a list of addresses; the rest is left
 MAX_CONTENT_HEADER_CHARS = 1000  # of Content-Type and the like
 MAX_FROM_LINE_BYTES = 1000  # of a line that begins a message
 FROM_LINE = re.compile(rb"From \S++.{0,200}?\d{4}")
+TIME = re.compile(rb"\d:\d\d")
 QUOTED_FROM = re.compile(rb"^>(>*From )", re.MULTILINE)
 QUOTED_LINE = re.compile(r"\s*(?:>|\|(?=\s))")
 # The line above a quoted text ends with a colon and has a date or an address: "On 3 May 2024, Ada <ada@a.org> wrote:".
@@ -82,13 +83,19 @@ def try_extracting(data: bytes, encoding: str, keep: Collection[str]) -> str | N
 
 
 def split_messages(file: IO[bytes], name: str) -> Iterator[bytes | None]:
-    """Yield the bytes of each message without its `From ` line; None for one that is too large."""
+    """Yield the bytes of each message without its `From ` line; None for one that is too large.
+
+    Some programs write a sentence that begins with "From " as it is. So where the first `From ` line has a time, as
+    almost all have, a line without one is text.
+    """
     lines: list[bytes] = []
-    size, after_blank, has_message = 0, True, False
+    size, after_blank, has_message, has_time = 0, True, False, False
     while line := file.readline(MAX_MESSAGE_BYTES):
-        if after_blank and FROM_LINE.match(line, 0, MAX_FROM_LINE_BYTES):
+        if after_blank and is_from_line(line, has_time):
             if has_message:
                 yield b"".join(lines) if size <= MAX_MESSAGE_BYTES else None
+            else:
+                has_time = is_from_line(line, True)
             lines, size, has_message = [], 0, True
         elif not has_message and line.strip():
             hint = (
@@ -104,6 +111,15 @@ def split_messages(file: IO[bytes], name: str) -> Iterator[bytes | None]:
         after_blank = not line.strip()
     if has_message:
         yield b"".join(lines) if size <= MAX_MESSAGE_BYTES else None
+
+
+def is_from_line(line: bytes, has_time: bool) -> bool:
+    """
+    >>> is_from_line(b"From a@b.org Tue Mar  5 10:01:46 2024", True), is_from_line(b"From May 2024 on", True)
+    (True, False)
+    """
+    line = line[:MAX_FROM_LINE_BYTES]
+    return FROM_LINE.match(line) is not None and (not has_time or TIME.search(line) is not None)
 
 
 class MailPolicy(EmailPolicy):

@@ -28,6 +28,7 @@ HTML_TYPES = ("text/html", "application/xhtml+xml")
 TEXT_TYPE = "text/plain"
 PAGE_RECORDS = ("response", "conversion", "resource")  # the others describe the crawl
 GZIP_OR_ZLIB = 32 + zlib.MAX_WBITS
+MAX_GZIP_MEMBERS = 100  # of a body; each copies the rest
 
 
 class WarcRecord(NamedTuple):
@@ -151,14 +152,37 @@ def decode_body(body: bytes, headers: dict[str, str]) -> bytes | None:
         body = join_chunks(body)
     encoding = headers.get("content-encoding", "").lower()
     if encoding in ("gzip", "x-gzip", "deflate") and body[:1] in (b"\x1f", b"\x78"):
-        decompressor = zlib.decompressobj(GZIP_OR_ZLIB)
-        try:
-            body = decompressor.decompress(body, MAX_PAGE_BYTES + 1)
-        except zlib.error:
-            return None
+        return decompress_body(body)
+    if encoding == "deflate":
+        body = inflate_headless(body)
     elif encoding in ("br", "zstd") and body.lstrip()[:1] != b"<":
         return None
     return body if len(body) <= MAX_PAGE_BYTES else None
+
+
+def decompress_body(body: bytes) -> bytes | None:
+    """Return the data of a body in gzip, of all its members, or zlib; None if it is damaged or too large."""
+    data = b""
+    for _ in range(MAX_GZIP_MEMBERS):
+        decompressor = zlib.decompressobj(GZIP_OR_ZLIB)
+        try:
+            data += decompressor.decompress(body, MAX_PAGE_BYTES + 1 - len(data))
+        except zlib.error:
+            return None
+        body = decompressor.unused_data
+        if len(data) > MAX_PAGE_BYTES or not body.startswith(b"\x1f\x8b"):
+            return data if len(data) <= MAX_PAGE_BYTES else None
+    return None
+
+
+def inflate_headless(body: bytes) -> bytes:
+    """Return the data of a body in deflate without the header of zlib, as some servers send it; else the body."""
+    decompressor = zlib.decompressobj(-zlib.MAX_WBITS)
+    try:
+        data = decompressor.decompress(body, MAX_PAGE_BYTES + 1)
+    except zlib.error:
+        return body
+    return data if decompressor.eof and not decompressor.unused_data else body
 
 
 def join_chunks(body: bytes) -> bytes:
