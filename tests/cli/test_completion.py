@@ -19,6 +19,8 @@ COMPLETED = {
     "firth tokenizer --kind byte": ["byte-bpe"],
     "firth pretrain gpt2 --parallel d": ["ddp"],
     "firth export run/final --format g": ["gguf", "glove"],
+    "firth export run/final --dtype q": ["q8_0"],
+    "firth export run/final --quantize i": ["int8"],
     "firth pretrain gpt2 --data a.t": [],  # the shell completes file names
 }
 # One process for all command lines: each would take half a second to start.

@@ -33,11 +33,19 @@ def list_tokenizer_kinds() -> Iterable[str]:
     return TOKENIZER_KINDS
 
 
+def list_gguf_dtypes() -> Iterable[str]:
+    from firth.commands.export import GGUF_DTYPES
+
+    return GGUF_DTYPES
+
+
 VALUE_LISTS: dict[str, Callable[[], Iterable[str]]] = {
     "model": list_presets,
     "objective": list_objectives,
     "task": list_tasks,
     "kind": list_tokenizer_kinds,
+    "dtype": list_gguf_dtypes,
+    "quantize": lambda: ("int8",),
 }
 
 
