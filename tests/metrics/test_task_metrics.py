@@ -117,3 +117,7 @@ def test_no_word_known_is_no_score() -> None:
 def test_the_nearest_task_is_named() -> None:
     with pytest.raises(UserError, match="Did you mean 'classify'"):
         compute_metrics("clasify", ["a"], ["a"])
+
+
+def test_an_empty_answer_matches_no_punctuation() -> None:
+    assert compute_metrics("text-to-text", ["", "The cat!"], ["???", "cat"])["answer_match"] == 0.5

@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 
 from firth.metrics.classification import ClassMetrics, check_same_length, correct_mask, mcc_from_confusion
 from firth.metrics.fields import FieldCounts, count_fields
-from firth.metrics.squad import normalise_squad, squad_per_question
+from firth.metrics.squad import normalise_answer, squad_per_question
 from firth.metrics.tagging import count_entities
 from firth.metrics.text import as_reference_lists, bits_per_byte, exact_match, perplexity, rouge
 
@@ -188,7 +188,7 @@ ADDITIVE_METRICS: Mapping[tuple[str, str], Callable[[Any, Any], AdditiveScore]] 
         for name in ("rouge_1", "rouge_2", "rouge_l", "rouge_lsum")
     },
     ("text-to-text", "exact_match"): partial(_additive_text_mean, exact_match),
-    ("text-to-text", "answer_match"): partial(_additive_text_mean, partial(exact_match, normalize_fn=normalise_squad)),
+    ("text-to-text", "answer_match"): partial(_additive_text_mean, partial(exact_match, normalize_fn=normalise_answer)),
     **{("extract", f"field_{name}"): partial(_additive_fields, name) for name in ("f1", "precision", "recall")},
     ("lm", "perplexity"): partial(_additive_likelihood, perplexity, 0),
     ("lm", "bits_per_byte"): partial(_additive_likelihood, bits_per_byte, 1),

@@ -33,6 +33,15 @@ def normalise_squad(text: str) -> str:
     return " ".join(ARTICLE_PATTERN.sub(" ", text.lower().translate(DELETE_PUNCTUATION)).split())
 
 
+def normalise_answer(text: str) -> str:
+    """Normalize as SQuAD does; a text of nothing but punctuation and articles stays, so that no empty text equals it.
+
+    >>> normalise_answer("The U.S."), normalise_answer("???"), normalise_answer("")
+    ('us', '???', '')
+    """
+    return normalise_squad(text) or text.strip()
+
+
 def squad_exact_match(
     predictions: Sequence[str], references: Sequence[SquadAnswers], version: int | None = None
 ) -> float:

@@ -20,7 +20,7 @@ from firth.metrics.classification import accuracy, check_same_length, f1, macro_
 from firth.metrics.correlation import pearson, spearman, word_similarity_correlation
 from firth.metrics.fields import field_scores
 from firth.metrics.pairs import accuracy_by_group, analogy_correct, minimal_pair_correct, retrieval_scores
-from firth.metrics.squad import normalise_squad, squad_per_question, squad_scores
+from firth.metrics.squad import normalise_answer, squad_per_question, squad_scores
 from firth.metrics.tagging import are_span_tags, entity_f1, entity_precision, entity_recall, tag_accuracy
 from firth.metrics.text import bits_per_byte, bleu, chrf, exact_match, perplexity, rouge
 
@@ -95,6 +95,7 @@ def _relation_metrics(predictions: Sequence[str], references: Sequence[str]) -> 
 
 def _regression_metrics(predictions: Sequence[float], references: Sequence[float]) -> MetricScores:
     """Numbers. The mean absolute error is in their unit."""
+    check_same_length(predictions, references)
     error = np.asarray(predictions, float) - np.asarray(references, float)
     return {
         "pearson": pearson(predictions, references),
@@ -139,7 +140,7 @@ def _text_metrics(predictions: Sequence[str], references: Sequence[str | Sequenc
         "bleu": bleu(predictions, references),
         **rouge(predictions, references),
         "exact_match": exact_match(predictions, references),
-        "answer_match": exact_match(predictions, references, normalise_squad),
+        "answer_match": exact_match(predictions, references, normalise_answer),
     }
 
 
