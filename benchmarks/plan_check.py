@@ -18,6 +18,7 @@ import multiprocessing
 import tempfile
 import time
 from collections.abc import Mapping, Sequence
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -122,7 +123,10 @@ def main(argv: Sequence[str] | None = None) -> None:
     say(f"firth {__version__}; {choose_compute(TrainingConfig())}")
     with tempfile.TemporaryDirectory() as temporary:
         folder = args.output_dir or Path(temporary)
-        rows = [check_plan(model, budget, args, folder) for model in args.models.split(",") for budget in budgets]
+        rows = []
+        for model, budget in product(args.models.split(","), budgets):
+            rows.append(check_plan(model, budget, args, folder))
+            say("; ".join(format_row(rows[-1])))
     columns = ["model", "budget", "time", "steps", "peak memory", "held-out loss"]
     show_table("Predicted / measured (ratio)", columns, [format_row(row) for row in rows])
     if args.json:

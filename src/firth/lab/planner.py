@@ -498,11 +498,20 @@ class Planner:
         with limit_threads():
             self.time_size(name, self.plan_run(name, model))
             run = self.plan_run(name, model)
-        best = self.plan(model.architecture).chosen
-        is_smaller = best.parameters < run.parameters
         notes = [*self.notes(run), *filter(None, [describe_misfit(run.recipe, self, name)])]
+        best = self.plan(model.architecture).chosen if self.ladder_suits_tokens(model.architecture) else None
+        is_smaller = best is not None and best.parameters < run.parameters
         smaller, larger = (best, None) if is_smaller else (None, best)
         return RunPlan(run, smaller, larger, self.text, name_device(run.recipe), notes)
+
+    def ladder_suits_tokens(self, architecture: str) -> bool:
+        """Whether the ladder's models can read these tokens: T5Gemma needs sentinels, and BART's tokenizer has none."""
+        recipe = self.make_recipe(shaped_model(architecture, *SHAPE_LADDER[0]))
+        try:
+            recipe.objective.build_template(self.shards.tokenizer.vocab)
+        except UserError:
+            return False
+        return True
 
     def notes(self, run: PlannedRun) -> list[str]:
         """Return what a person should know before starting this run."""
@@ -651,6 +660,8 @@ def name_device(recipe: Recipe) -> str:
 
 def describe_misfit(recipe: Recipe, planner: Planner, name: str = "") -> str:
     """Return what to say of a named model that is much too large or small for text and time; empty where it suits."""
+    if not planner.ladder_suits_tokens(recipe.model.architecture):
+        return ""
     own = planner.plan_run(name, recipe.model)
     best = planner.plan(recipe.model.architecture, times_steps=False).chosen
     size_ratio = max(own.parameters / best.parameters, best.parameters / own.parameters)
