@@ -14,6 +14,7 @@ if sys.version_info < (3, 11):  # noqa: UP036
 import hashlib
 import importlib.util
 import os
+import shlex
 import shutil
 import subprocess
 import tempfile
@@ -158,6 +159,8 @@ def run_command(args: "list[str]") -> int:
     """Run a command of firth in the current folder."""
     install(COMMAND_EXTRAS)
     command = [str(BIN / "firth"), *args]
+    # Firth prints commands to paste: they begin as this one did.
+    os.environ["FIRTH_PROGRAM"] = shlex.join([Path(sys.executable).name, sys.argv[0]])
     # Except on Windows the command replaces this process, so that signals and exit codes are its own.
     return run(*command) if os.name == "nt" else os.execv(command[0], command)
 

@@ -10,6 +10,7 @@ import json
 import re
 import threading
 from collections.abc import Callable
+from contextlib import suppress
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
@@ -32,7 +33,8 @@ class HubServer:
                 self.send_header("Content-Type", "application/json")
                 self.send_header("Content-Length", str(len(body)))
                 self.end_headers()
-                self.wfile.write(body)
+                with suppress(BrokenPipeError):  # a client that was stopped
+                    self.wfile.write(body)
 
             def read_body(self) -> bytes:
                 if self.headers.get("Transfer-Encoding") == "chunked":

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import importlib.util
 import os
+import sys
 from pathlib import Path
 from types import ModuleType
 
 import pytest
+
+from firth.core.console import runnable
 
 ROOT = Path(__file__).resolve().parents[1]
 # Stands for Python: `python -m TOOL ...` says its words, and fails with 3 if the file TOOL.fails is there.
@@ -45,6 +48,17 @@ def test_every_check_runs_whatever_fails(
     assert shown.out.splitlines() == [f"ran -m {step}" for step in ran]
     failed = ", ".join(step for step in ran if step.split()[0] in fails)
     assert shown.err.splitlines()[-1] == ("go.py: failed: " + failed if failed else "go.py: all checks passed")
+
+
+def test_printed_commands_begin_as_the_command_did(go: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("FIRTH_PROGRAM", "")
+    monkeypatch.setattr(go.sys, "argv", ["my tools/go.py", "models"])
+    started: list[list[str]] = []
+    monkeypatch.setattr(go.os, "execv", lambda path, words: started.append(words))
+    go.main(["models"])
+    assert started[0][1:] == ["models"]
+    python = Path(sys.executable).name
+    assert runnable("firth predict run/final") == f"{python} 'my tools/go.py' predict run/final"
 
 
 @pytest.mark.parametrize("forbidden", ["", "1"])

@@ -14,6 +14,7 @@ import pytest
 import torch
 import yaml
 from markdown_it import MarkdownIt
+from markupsafe import escape
 
 from firth import api
 from firth.core.errors import UserError
@@ -300,7 +301,8 @@ def test_every_number_of_a_card_and_a_report_is_that_of_the_results(tuned: Path,
             rf"\s*<td[^>]*>{re.escape(format_metric(name, x))}</td>"
             for x in (*mean_and_std([value / 2, value]), value / 2)
         )
-        assert re.search(rf"<td[^>]*>{name}</td>{cells}", html)
+        shown = f"f1 of '{results['positive_label']}'" if name == "f1" else name
+        assert re.search(rf"<td[^>]*>{re.escape(escape(shown))}</td>{cells}", html)
 
 
 def test_a_report_says_of_a_baseline_what_the_terminal_says(tuned: Path) -> None:

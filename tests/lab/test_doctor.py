@@ -24,7 +24,7 @@ from typer.testing import CliRunner
 
 import firth
 from firth.cli.main import app
-from firth.core.console import quiet
+from firth.core.console import quiet, runnable
 from firth.core.html import HtmlPage
 from firth.evaluate.pretraining_report import add_doctor_section
 from firth.lab.batch_rules import BATCH_RULES, BatchFacts, count_labels
@@ -337,7 +337,7 @@ def test_a_run_that_ends_above_the_unigram_entropy(
     assert result.exit_code == 1
     assert re.search(r"above: loss \d\.\d\d \(ln V 6\.21, unigrams 5\.\d\d, bigrams ", result.stdout)
     assert "error: the run ended no better than word frequencies [above-unigrams]\n  evidence  loss " in result.stdout
-    assert "\n  try       firth pretrain gpt2-tiny --data " in result.stdout
+    assert "\n  try       " + runnable("firth pretrain gpt2-tiny --data ") in result.stdout
     found = json.loads(CliRunner().invoke(app, ["doctor", str(folder), "--json"]).stdout)
     assert [finding["rule"] for finding in found["findings"]] == ["above-unigrams"]
     assert found == firth.doctor(folder)

@@ -915,7 +915,7 @@ def test_chance_scores() -> None:
     tags = [Example(0, ("a", "b", "c"), ("O", "O", "B-X"))]
     assert chance_score(Scored("tag", "entity_f1"), "entity_f1", tags, tags) == 0.0  # type: ignore[arg-type]
     assert chance_score(Scored("embed", "spearman"), "spearman", numbers, numbers) == 0.0  # type: ignore[arg-type]
-    pairs = [Example(i, ("a", "b")) for i in range(4)]
+    pairs = [Example(i, (f"a{i}", f"b{i}")) for i in range(4)]
     assert chance_score(Scored("embed", "mrr"), "precision_at_1", pairs, pairs) == 1 / 4  # type: ignore[arg-type]
     expected = (1 + 1 / 2 + 1 / 3 + 1 / 4) / 4
     assert chance_score(Scored("embed", "mrr"), "mrr", pairs, pairs) == pytest.approx(expected)  # type: ignore[arg-type]

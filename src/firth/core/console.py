@@ -143,8 +143,9 @@ def truncation_messages(n: int, noun: str, max_length_tokens: int) -> list[str]:
 
 
 def program() -> list[str]:
-    """Return how this environment starts firth: by its name if that is on the path, else by its Python."""
-    return ["firth"] if shutil.which("firth") else [sys.executable, "-m", "firth"]
+    """Return how this environment starts firth: by go.py if that started it, by its name if that is on the path."""
+    own = ["firth"] if shutil.which("firth") else [sys.executable, "-m", "firth"]
+    return shlex.split(os.environ.get("FIRTH_PROGRAM", "")) or own
 
 
 def runnable(command: str) -> str:
