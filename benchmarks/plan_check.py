@@ -17,7 +17,7 @@ import json
 import multiprocessing
 import tempfile
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -53,22 +53,28 @@ def compute_run(options: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def run_alone(options: dict[str, Any]) -> dict[str, Any]:
+def compute_plan(model: str, data: str, budget: dict[str, Any]) -> dict[str, Any]:
+    with quiet():
+        return dict(plan(model, data, **budget))
+
+
+def call_alone(function: Callable[..., dict[str, Any]], *args: Any) -> dict[str, Any]:
+    """Call a function in a process of its own: memory that an earlier call left would count as that of libraries."""
     with multiprocessing.get_context("spawn").Pool(1) as pool:
-        return pool.apply(compute_run, (options,))
+        return pool.apply(function, args)
 
 
 def check_plan(model: str, budget: dict[str, Any], args: argparse.Namespace, folder: Path) -> dict[str, Any]:
     """Plan and run one model, and return both."""
     if args.global_batch_tokens:
         budget = {**budget, "global_batch_tokens": args.global_batch_tokens}
-    with quiet():
-        planned = plan(model, args.data, **budget)
+    planned = call_alone(compute_plan, model, args.data, budget)
     chosen = planned["chosen"]
     options = {name: chosen[key] for name, key in PLANNED.items()}
     name, length = next(iter(budget.items()))
     say(f"{model}, {name} {length:g}: running {chosen['model']}")
-    measured = run_alone(
+    measured = call_alone(
+        compute_run,
         {
             "model": chosen["model"],
             "data": args.data,
@@ -76,7 +82,7 @@ def check_plan(model: str, budget: dict[str, Any], args: argparse.Namespace, fol
             "overwrite": True,
             **options,
             **budget,
-        }
+        },
     )
     figures = {"seconds": "seconds", "steps": "steps", "memory_bytes": "memory_bytes", "loss": "expected_loss"}
     predicted = {name: chosen[key] for name, key in figures.items()}
