@@ -259,8 +259,8 @@ class FinetuneRecipe(TrainingConfig):
     )
     pool: Literal["auto", "cls", "mean", "last"] = recipe_field(
         "auto",
-        "Pool an encoder's hidden states: the state of [CLS] (cls) or the mean (mean); or take a decoder's last one "
-        "(last). auto follows the family: mean for ModernBERT, [CLS] for others.",
+        "Pool an encoder's hidden states: the state of [CLS] (cls) or the mean (mean); or take the last one (last) of "
+        "a decoder or of T5Gemma's encoder. auto follows the family: mean for ModernBERT and T5Gemma, else [CLS].",
     )
     head_dim: int = recipe_field(
         0,
