@@ -233,19 +233,18 @@ class ChunkedCrossEntropy(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, labels: Tensor) -> Tensor:
-        dx, dweight = torch.empty_like(x), torch.zeros_like(weight)
+        dx, dweight = torch.zeros_like(x), torch.zeros_like(weight)
         dbias = None if bias is None else torch.zeros_like(bias)
         total = x.new_zeros(())
         rows = max(1, ChunkedCrossEntropy.CHUNK_LOGITS // weight.shape[0])
-        for start in range(0, len(x), rows):
-            chunk, targets = x[start : start + rows], labels[start : start + rows]
+        for index in (labels != LABEL_IGNORE_INDEX).nonzero()[:, 0].split(rows):
+            chunk, targets = x[index], labels[index]
             logits = F.linear(chunk, weight, bias)
             torch.log_softmax(logits, 1, out=logits)
-            total += F.nll_loss(logits, targets, ignore_index=LABEL_IGNORE_INDEX, reduction="sum")
+            total += F.nll_loss(logits, targets, reduction="sum")
             dlogits = logits.exp_()
-            dlogits[torch.arange(len(targets)), targets.clamp(min=0)] -= 1
-            dlogits[targets == LABEL_IGNORE_INDEX] = 0
-            torch.mm(dlogits, weight, out=dx[start : start + rows])
+            dlogits[torch.arange(len(targets)), targets] -= 1
+            dx[index] = dlogits @ weight
             dweight.addmm_(dlogits.t(), chunk)
             if dbias is not None:
                 dbias += dlogits.sum(0)
