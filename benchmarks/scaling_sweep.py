@@ -96,6 +96,8 @@ PUBLISHED_RUNS: dict[str, list[tuple[str, int, float, float, float]]] = {
         ("encoder-8x512", 8192, 12.22e6, 3.054e6, 4.253),
         ("encoder-8x512", 8192, 15.45e6, 15.45e6, 3.786),
         ("encoder-4x256", 8192, 61.81e6, 15.45e6, 3.691),
+        ("encoder-8x512", 8192, 67.4e6, 15.72e6, 3.419),
+        ("encoder-8x512", 8192, 212.5e6, 15.72e6, 3.357),  # with detection of replaced tokens beside it
         ("encoder-8x512", 8192, 266.75e6, 16.04e6, 3.278),
         ("encoder-8x512", 8192, 719.25e6, 16.03e6, 3.251),
     ],

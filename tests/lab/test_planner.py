@@ -40,7 +40,14 @@ from firth.lab.expected_loss import (
 from firth.lab.plan_text import TextFacts
 from firth.lab.planner import CPU_START_SECONDS, Planner, StepCosts, describe_misfit
 from firth.models import ModelConfig, flops_per_token, get_preset, shaped_model, with_vocabulary
-from firth.recipes import SHAPE_RECIPES, pretraining_recipe, tokenizer_kind, update_recipe, with_repeated_text
+from firth.recipes import (
+    SHAPE_RECIPES,
+    pretraining_recipe,
+    shape_recipe_fields,
+    tokenizer_kind,
+    update_recipe,
+    with_repeated_text,
+)
 from firth.text import Corpus
 from firth.tokens import open_shards, prepare, train_tokenizer
 from firth.train import Recipe, load_recipe
@@ -675,6 +682,15 @@ def test_a_resumed_run_keeps_what_its_passes_gave_it(tmp_path: Path) -> None:
     )
     new = update_recipe(base, saved)
     assert (new.model, new.objective) == (recipe.model, recipe.objective) != (base.model, base.objective)
+
+
+def test_a_run_of_a_gpu_keeps_its_objective_where_a_cpu_resumes_it(tmp_path: Path) -> None:
+    on_gpu = pretraining_recipe(get_preset("encoder-2x64"), **shape_recipe_fields("encoder-2x64", "cuda"))
+    recipe = with_repeated_text(on_gpu, 40, 14_000_000)
+    save_recipe(replace(recipe, data="text", output_dir=str(tmp_path)), tmp_path / "recipe.yaml")
+    on_cpu = pretraining_recipe(get_preset("encoder-2x64"), **shape_recipe_fields("encoder-2x64", "cpu"))
+    new = update_recipe(on_cpu, read_saved_fields(tmp_path))
+    assert (new.model, new.objective) == (recipe.model, recipe.objective) != (on_cpu.model, on_cpu.objective)
 
 
 def test_passes_choose_what_the_user_leaves_open(

@@ -62,10 +62,11 @@ def favour(*tokens: list[int]) -> Tensor:
 
 def test_replacements_and_labels() -> None:
     """The first row samples 10 correctly and 20 for 12; the second misses both. An unused slot samples 9."""
-    read, wrong = replace_tokens(favour([10, 20, 9], [21, 22, 9]), BATCH)
+    given = BATCH.input_ids, BATCH.target_positions, BATCH.labels
+    read, wrong = replace_tokens(favour([10, 20, 9], [21, 22, 9]), *given)
     assert read.tolist() == [[2, 10, 11, 20, 3], [2, 21, 22, 3, PAD]]
     assert wrong.int().tolist() == [[0, 0, 0, 1, 0], [0, 1, 1, 0, 0]]
-    read, wrong = replace_tokens(favour([10, 12, 9], [14, 15, 9]), BATCH)
+    read, wrong = replace_tokens(favour([10, 12, 9], [14, 15, 9]), *given)
     assert read.tolist() == TRUTH, "no mask is left, and the true tokens are back"
     assert not wrong.any()
 
@@ -125,7 +126,7 @@ def test_the_two_losses_by_hand(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_padding_has_no_discriminator_loss() -> None:
     score, wrong = torch.randn(1, 3), torch.tensor([[True, False, False]])
-    whole, padded = discriminator_loss(score, wrong, None), discriminator_loss(score, wrong, torch.tensor([[0, 0, -1]]))
+    whole, padded = discriminator_loss(score, wrong, None), discriminator_loss(score, wrong, torch.tensor([[1, 1, 0]]))
     assert_close(whole - padded, F.softplus(score[0, 2]))
 
 

@@ -12,7 +12,17 @@ import torch
 from firth.core.errors import UserError
 from firth.models import make_model
 from firth.models.presets import llama, modernbert
-from firth.objectives import IGNORE_INDEX, MLM, OBJECTIVES, Batch, CounterRNG, MaskedNextToken, MLMAndCLM
+from firth.objectives import (
+    IGNORE_INDEX,
+    MLM,
+    OBJECTIVES,
+    Batch,
+    CounterRNG,
+    MaskedNextToken,
+    MLMAndCLM,
+    RTDMLMAndCLM,
+    held_out_objective,
+)
 from firth.objectives.noise_mask import SpanMasking
 from firth.recipes import pretraining_recipe
 from firth.tokens import Rows, Vocabulary
@@ -42,6 +52,50 @@ def test_rows_by_hand(picture: Picture, written: Writer, vocab: Vocabulary) -> N
     assert in_place.input_ids.tolist() == batch.input_ids.tolist()
     assert in_place.labels.tolist() == [[x, x, 11, x, x, x, 20, x, x], [10, 11, 12, SEP, x, 20, 21, SEP, x]]
     assert in_place.attention_rank.tolist() == batch.attention_rank.tolist()
+
+
+def test_rows_whose_masks_a_generator_fills(picture: Picture, written: Writer, vocab: Vocabulary) -> None:
+    """The first row is detected, the second masked, the third causal."""
+    rows = picture(*["C 10 11 12 S | C 20 21 S"] * 3)
+    keys, kinds = [[0, 0.9, 0.1, 0.8, 0, 0, 0.2, 0.7, 0]] * 3, {"masked_rows": [[0.4], [0.4], [0.6]]}
+    draws = written(
+        rows, tokens=keys, fate=[[0.5] * 3] * 3, other=[[0] * 3] * 3, **kinds, detected_rows=[[0], [1], [0]]
+    )
+    objective = RTDMLMAndCLM(0.5, MLM(rate=0.4), detected_share=0.7)
+    batch = objective(rows, draws, vocab)
+    hidden = [CLS, 10, MASK, 12, SEP, CLS, MASK, 21, SEP]
+    assert batch.input_ids.tolist() == [hidden, hidden, rows.input_ids[2].tolist()]
+    assert batch.labels[0].tolist() == [x] * 9
+    assert batch.attention_rank.tolist() == [[0] * 9, [0] * 9, list(range(9))]
+    slots = zip(batch.generator_positions[0], batch.generator_labels[0], strict=True)
+    assert {int(i): int(label) for i, label in slots if label != x} == {2: 11, 6: 20}
+    assert (batch.generator_labels[1:] == x).all()
+    assert batch.is_detected.tolist() == [[True] * 9, [False] * 9, [False] * 9]
+    plain = objective.without_detection(rows, draws, vocab)
+    assert batch.labels[1:].tolist() == plain.labels[1:].tolist()
+    assert batch.loss_counts == {"targets": 2 + 7, "tokens": 27, "generator_targets": 2, "detected_tokens": 9}
+
+
+def test_the_shares_of_the_three_kinds_of_rows(rows_for: Maker, vocab: Vocabulary) -> None:
+    objective = RTDMLMAndCLM(0.6, MLM(rate=0.3), detected_share=0.75)
+    rows = rows_for(objective, 2000, 64, documents=2)
+    batch = objective(rows, CounterRNG(0, rows.stream_index), vocab)
+    is_causal, is_detected = batch.attention_rank.any(1), batch.is_detected.any(1)
+    assert not (is_causal & is_detected).any()
+    assert is_causal.mean() == pytest.approx(0.4, abs=5 * (0.24 / 2000) ** 0.5)
+    assert is_detected.mean() == pytest.approx(0.45, abs=5 * (0.25 / 2000) ** 0.5)
+    assert ((batch.labels != x).any(1) ^ is_detected).all(), "each row trains one of the heads"
+
+
+def test_what_held_out_losses_measure() -> None:
+    """The loss of the same model's masked and causal rows, whatever was detected beside them."""
+    objective = OBJECTIVES["rtd-mlm-and-clm"]
+    assert held_out_objective(objective) == OBJECTIVES["mlm-and-clm"]
+    assert held_out_objective(replace(objective, masked_share=1.0)).masked_share == 1.0  # type: ignore[union-attr]
+    assert held_out_objective(OBJECTIVES["mlm"]) == OBJECTIVES["mlm"]
+    assert held_out_objective(OBJECTIVES["span-corruption-and-mlm"]) == OBJECTIVES["span-corruption"]
+    with pytest.raises(UserError, match=r"detected_share is 1.5, and must lie between 0 and 1"):
+        RTDMLMAndCLM(detected_share=1.5)
 
 
 def test_a_document_that_starts_with_text_has_no_position_before_it(

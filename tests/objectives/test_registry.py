@@ -80,7 +80,7 @@ def test_source_indices_of_every_objective(name: str, rows_for: Maker, apply: Ap
     trace = trace_sources(objective, rows, CounterRNG(1, rows.stream_index, rows.stream_index // 2), vocab)
     for field in Batch._fields:
         ids, source = getattr(batch, field), getattr(trace, field)
-        if field not in ("input_ids", "labels", "decoder_input_ids", "encoder_labels"):
+        if field not in ("input_ids", "labels", "decoder_input_ids", "encoder_labels", "generator_labels"):
             assert (ids is None and source is None) or (ids == source).all(), field
         elif ids is not None:
             source = source.reshape(len(rows.input_ids), -1)

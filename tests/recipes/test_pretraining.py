@@ -11,6 +11,7 @@ from firth.core.errors import UserError
 from firth.models import PRESETS, Distillation, get_preset, make_model
 from firth.models.config import (
     EXTRA_TYPES,
+    DetectorConfig,
     GeneratorConfig,
     MaskDecoder,
     SentencePairHead,
@@ -20,12 +21,12 @@ from firth.models.config import (
 from firth.models.presets import bert, gpt2
 from firth.objectives import MLM, OBJECTIVES, MaskedNextToken, Mixture, SpanCorruption, WeightedObjective
 from firth.recipes import (
-    SHAPE_RECIPES,
     choose_batch,
     complete_recipe,
     default_objective,
     pretraining_recipe,
     scale_rate_to_batch,
+    shape_recipe_fields,
     tokenizer_kind,
     update_recipe,
     with_repeated_text,
@@ -256,6 +257,7 @@ def test_the_rate_follows_the_batch() -> None:
     [
         ("encoder-2x64", "mlm-and-clm", 10, 0.0),
         ("encoder-2x64", "mlm-and-clm", 20, 0.1),
+        ("encoder-2x64", "rtd-mlm-and-clm", 20, 0.1),
         ("encoder-2x64", "mlm", 60, 0.0),  # masked rows alone do not overfit
         ("decoder-2x64", "clm", 4, 0.0),
         ("decoder-2x64", "clm", 6, 0.1),
@@ -279,16 +281,28 @@ def test_dropout_follows_the_passes(preset: str, objective: str, passes: float, 
         (1, 0, 0.702),
     ],
 )
-def test_causal_rows_are_read_a_few_times(passes: float, tokens: int, share: float) -> None:
-    recipe = pretraining_recipe(get_preset("encoder-2x64"), **SHAPE_RECIPES["encoder"])
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_causal_rows_are_read_a_few_times(passes: float, tokens: int, share: float, device: str) -> None:
+    recipe = pretraining_recipe(get_preset("encoder-2x64"), **shape_recipe_fields("encoder-2x64", device))
     new = with_repeated_text(recipe, passes, tokens)
-    assert new.objective == replace(OBJECTIVES["mlm-and-clm"], masked_share=share)
+    assert new.objective == replace(recipe.objective, masked_share=max(share, 0.5 if device == "cpu" else 0.6))
     new.check()
     assert with_repeated_text(recipe, passes, tokens, {"masked_share", "dropout"}) == recipe
     masked = replace(recipe, objective=replace(OBJECTIVES["mlm-and-clm"], masked_share=0.95))
     assert with_repeated_text(masked, 20, tokens).objective.masked_share == 0.95, "a larger one stays"
     plain = replace(recipe, objective=OBJECTIVES["mlm"])
     assert with_repeated_text(plain, passes, tokens).objective == OBJECTIVES["mlm"]
+
+
+def test_an_encoder_detects_replaced_tokens_on_a_gpu() -> None:
+    names = ("encoder", "encoder-8x512", "firth-encoder-small")
+    assert all(shape_recipe_fields(name, "cuda")["objective"] == OBJECTIVES["rtd-mlm-and-clm"] for name in names)
+    assert all(shape_recipe_fields(name, "cpu")["objective"] == OBJECTIVES["mlm-and-clm"] for name in names)
+    assert shape_recipe_fields("decoder", "cuda") == shape_recipe_fields("decoder", "cpu") == {"split": "sentence"}
+    assert shape_recipe_fields("bert-base", "cuda") == {}
+    recipe = pretraining_recipe(get_preset("encoder-2x64"), **shape_recipe_fields("encoder-2x64", "cuda"))
+    assert recipe.model.extras == (DetectorConfig(),)
+    assert not recipe.keeps_best
 
 
 def test_a_larger_dropout_stays() -> None:

@@ -18,7 +18,7 @@ from firth.evaluate.report import add_loss_curves
 from firth.models import Distillation, Encoder, distillation_losses, load_model, make_model, with_extras
 from firth.models.config import GeneratorConfig, SentencePairHead, SpanBoundaryHead
 from firth.models.presets import bert
-from firth.objectives import MLM, OBJECTIVES, Batch, MLMAndCLM, SpanCorruption, SpanCorruptionAndMLM
+from firth.objectives import MLM, OBJECTIVES, Batch, MLMAndCLM, RTDMLMAndCLM, SpanCorruption, SpanCorruptionAndMLM
 from firth.text import Document
 from firth.tokens import MixConfig, MixedDataset, PackedDataset, ShardSet, open_shards, prepare
 from firth.train import ComputeConfig, Recipe, TrainingConfig, TrainingRun, pretrain, read_log
@@ -230,6 +230,8 @@ def test_masked_and_causal_held_out_rows_apart(recipe_of: Recipes, shards_of: Ca
         for changed in (recipe, replace(recipe, objective=replace(both, masked_share=0.9)))
     )
     assert found == other
+    detects = replace(recipe, objective=RTDMLMAndCLM(mlm=both.mlm))
+    assert make_evaluation(detects, dataset, shards.tokenizer, CPU)(model) == found, "detection is no part of it"
     rows, losses, counts = choose_eval_rows(recipe, dataset), [], []
     for part, objective in ((rows[::2], both.mlm), (rows[1::2], replace(both, masked_share=0.0))):
         batch = make_batch(

@@ -15,25 +15,25 @@ from firth.commands.shards import check_held_out_share
 from firth.core.console import format_count, say, warn
 from firth.core.errors import UserError
 from firth.core.memory import return_freed_memory
+from firth.core.serialization import TYPE_KEY
 from firth.models import ModelConfig, with_vocabulary
 from firth.models.hf.config_io import read_stored_objective
-from firth.models.presets import shape_architecture
-from firth.objectives import MaskedNextToken
+from firth.objectives import MaskedNextToken, RTDMLMAndCLM
 from firth.objectives.registry import name_objective
 from firth.recipes import (
-    SHAPE_RECIPES,
     choose_batch,
     continued_defaults,
     default_vocab_size,
     pretraining_recipe,
     scale_rate_to_batch,
+    shape_recipe_fields,
     tokenizer_kind,
     update_recipe,
     with_repeated_text,
 )
 from firth.recipes.pretraining import DROPOUT_FIELDS, BatchChoice
 from firth.tokens import MixConfig, is_shards_folder, load_tokenizer, open_shards
-from firth.train.recipe import Recipe, read_yaml_mapping
+from firth.train.recipe import Recipe, TrainingConfig, read_yaml_mapping
 
 if TYPE_CHECKING:
     from firth.lab.planner import Planner
@@ -247,15 +247,17 @@ def plan_pretraining(
     """
     architecture = str(model) if is_architecture(model) and not saved_fields else ""
     model_config, checkpoint = resolve_model(model)
-    shape_fields = SHAPE_RECIPES.get(shape_architecture(str(model)), {}) if checkpoint is None else {}
     named = {"output_dir": str(output_dir), "checkpoint": str(checkpoint or ""), "data": "", "tokenizer": ""}
     changes = merge_recipe_changes(config, {**options, "objective": objective_fields(objective)}, overrides, named)
+    shape_fields = shape_recipe_fields(str(model), planned_device(changes)) if checkpoint is None else {}
     defaults = choose_defaults(model_config, checkpoint, architecture, changes)
 
     def make_recipe(config: ModelConfig) -> Recipe:
         own, saved = pretraining_recipe(config, **shape_fields), dict(saved_fields or {})
         if "objective" in changes or not isinstance(own.objective, MaskedNextToken):
             saved.pop("objective.masked_share", None)  # of another objective: a resumed run is refused later
+        if "objective" in changes:
+            saved.pop("objective", None)
         return update_recipe(own, {**defaults, **saved, **changes})
 
     recipe = make_recipe(model_config)
@@ -292,6 +294,13 @@ def plan_pretraining(
         "save_steps" in changes,
         token_budget,
     )
+
+
+def planned_device(changes: Mapping[str, Any]) -> str:
+    """The type of the device that these options choose: "cuda" or "cpu"."""
+    from firth.train.distributed import SINGLE_PROCESS, select_device
+
+    return select_device(SINGLE_PROCESS, TrainingConfig(device=changes.get("device", "auto"))).type
 
 
 def choose_defaults(
@@ -348,6 +357,8 @@ def read_saved_fields(run: Path, is_planned: bool = False) -> dict[str, Any]:
         for name in fields
         if isinstance(saved.get(part), Mapping) and name in saved[part]
     }
+    if dict(saved.get("objective") or {}).get(TYPE_KEY) == RTDMLMAndCLM.__name__:  # of a GPU, where a CPU resumes too
+        chosen = {"objective": saved["objective"], **chosen}
     return {**{name: saved[name] for name in names if name in saved}, **chosen}
 
 

@@ -26,7 +26,7 @@ from firth.core.chart import format_tick
 from firth.core.files import read_object
 from firth.lab.scaling_law import ScalingFit, ScalingLaw
 from firth.models import count_parameters
-from firth.objectives.registry import describe_objective
+from firth.objectives.registry import describe_objective, held_out_objective
 from firth.train.recipe import Recipe
 
 TABLE_FILE = Path(__file__).with_name("scaling_table.json")
@@ -139,7 +139,7 @@ def expect_run_loss(
     """
     if recipe.checkpoint or recipe.teacher or not tokens:
         return None
-    objective = describe_objective(recipe.objective)["name"]
+    objective = describe_objective(held_out_objective(recipe.objective))["name"]
     law = find_law(read_loss_table(), recipe.model.architecture, objective, device_type)
     if objective != law.objective or recipe.model.family != law.family:
         return None

@@ -45,7 +45,7 @@ from firth.lab.plan_memory import (
 from firth.lab.plan_text import TextFacts
 from firth.models import ModelConfig, count_parameters, flops_per_token
 from firth.models.presets import SHAPE_LADDER, shaped_model
-from firth.objectives.registry import describe_objective, name_objective
+from firth.objectives.registry import describe_objective, held_out_objective, name_objective
 from firth.recipes import choose_batch, scale_rate_to_batch, with_repeated_text
 from firth.tokens import ShardSet
 from firth.train.batch_size import (
@@ -371,8 +371,8 @@ class Planner:
         tokens_read = passes * text.tokens
         size = RunSize(parameters, tokens_read, text.tokens, text.unigram_entropy, recipe.model.vocab_size)
         found = law.extrapolations(size)
-        if describe_objective(recipe.objective)["name"] != law.objective:
-            is_same_type = name_objective(recipe.objective) == law.objective
+        if describe_objective(held_out_objective(recipe.objective))["name"] != law.objective:
+            is_same_type = name_objective(held_out_objective(recipe.objective)) == law.objective
             found["objective"] = f"{law.objective} was measured{' with its default settings' * is_same_type}"
         if recipe.model.family != law.family:
             found["family"] = f"{law.family} was measured, not {recipe.model.family}"
@@ -406,7 +406,7 @@ class Planner:
         )
 
     def law(self, recipe: Recipe) -> ExpectedLoss:
-        objective = describe_objective(recipe.objective)["name"]
+        objective = describe_objective(held_out_objective(recipe.objective))["name"]
         return find_law(self.table, recipe.model.architecture, objective, self.device(recipe).type)
 
     def with_batch(self, recipe: Recipe, costs: StepCosts) -> Recipe:

@@ -211,7 +211,8 @@ def measure_rates(rows: Rows, batch: Batch, trace: BatchTrace, vocab: Vocabulary
     - tokens_used, decoder_used: share of positions that are not padding
     - pairs: share of pairs with label 1
     - masked_rows: share of the rows of masked next-token prediction, or of mlm-and-clm, that are masked
-    - masked_row_targets: share of the text of these rows that is predicted
+    - masked_row_targets: share of the text of these rows that is predicted, by the model or by a generator
+    - detected_rows: share of the rows whose masks a generator fills
     - encoder_targets: share of the text that an encoder-decoder's encoder predicts
     """
     directions = batch.labels.shape[1] if batch.labels.ndim == 3 else 1
@@ -238,13 +239,17 @@ def masked_row_rates(rows: Rows, batch: Batch, trace: Batch, vocab: Vocabulary) 
 
     In a trace a label is the position of its token, wherever the model predicts it.
     """
-    is_masked_B = (batch.attention_rank == 0).all(1)
-    row_N, slot_N = np.nonzero(is_masked_B[:, None] & (trace.labels >= 0))
+    is_masked_B, label_BL = (batch.attention_rank == 0).all(1), trace.labels
+    rates = {"masked_rows": is_masked_B.mean()}
+    if batch.generator_labels is not None:
+        rates["detected_rows"] = (batch.generator_labels != IGNORE_INDEX).any(1).mean()
+        label_BL = np.concatenate([label_BL, trace.generator_labels], axis=1)
+    row_N, slot_N = np.nonzero(is_masked_B[:, None] & (label_BL >= 0))
     if not len(row_N):
         return {}
-    at_N = trace.labels[row_N, slot_N]
+    at_N = label_BL[row_N, slot_N]
     kept_N, is_mask_N = trace.input_ids[row_N, at_N] >= 0, batch.input_ids[row_N, at_N] == vocab.mask
-    rates = {"masked_rows": is_masked_B.mean(), "masked_row_targets": len(row_N) / rows.maskable[is_masked_B].sum()}
+    rates["masked_row_targets"] = len(row_N) / rows.maskable[is_masked_B].sum()
     if kept_N.all():
         return rates
     masked = (is_mask_N & ~kept_N).mean()

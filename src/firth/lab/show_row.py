@@ -48,6 +48,7 @@ TOKEN_KINDS = {
     "number": "original order of this sentence",
     "special": "special token",
 }
+GENERATOR_NOTE = "A small generator fills the masks; the model then classifies every token as original or replaced."
 PAIR_LABEL_MEANINGS = {  # by row layout: what labels 0 and 1 of a pair mean
     "next": ("the second text follows the first", "random next: the second text is from another document"),
     "order": ("in order", "swapped: the second text comes before the first"),
@@ -230,7 +231,7 @@ def build_sequences(
     if batch_row.decoder_input_ids is not None:
         return build_encoder_decoder_sequences(source_row, batch_row, trace, doc, marks, vocab, format_tokens)
     if in_place or masked_shift is not None:
-        targets = [i + (masked_shift or 0) for i in labels_by_position(batch_row)]
+        targets = [i + (masked_shift or 0) for i in labels_by_position(batch_row)] + generator_targets(batch_row)
         marks |= mark_mlm_noise(source_row, batch_row, trace.batch, vocab, has_query_stream, targets)
     else:
         marks |= mark_next_token_targets(batch_row, doc)
@@ -328,6 +329,13 @@ def labels_by_position(batch_row: Batch) -> dict[int, int]:
     return {int(i): int(label) for i, label in zip(positions, labels, strict=True) if label != IGNORE_INDEX}
 
 
+def generator_targets(batch_row: Batch) -> list[int]:
+    """Return the positions of the masks that a generator fills."""
+    if batch_row.generator_labels is None:
+        return []
+    return batch_row.generator_positions[batch_row.generator_labels != IGNORE_INDEX].tolist()
+
+
 def mark_next_token_targets(batch_row: Batch, document_ids: np.ndarray) -> dict[int, TokenMark]:
     """Mark the tokens that are predicted from the previous position, unless these are all tokens."""
     predicted = {i + 1 for i in labels_by_position(batch_row)}
@@ -414,7 +422,9 @@ def describe_row(batch_row: Batch, objective: Any, format_tokens: TokenFormatter
         shift = masked_row_shift(batch_row, objective)
         where = "its own position" if shift == 0 else "the position before it"
         notes.append(
-            "A causal row: each token is predicted from the tokens before it."
+            GENERATOR_NOTE
+            if generator_targets(batch_row)
+            else "A causal row: each token is predicted from the tokens before it."
             if shift is None
             else f"A masked row: each target is predicted at {where}, and every token attends to all."
         )
@@ -430,9 +440,7 @@ def describe_row(batch_row: Batch, objective: Any, format_tokens: TokenFormatter
             else "Only marked tokens are predicted."
         )
     if "generator" in getattr(objective, "extras", ()):
-        notes.append(
-            "A small generator fills the masks; the model then classifies every token as original or replaced."
-        )
+        notes.append(GENERATOR_NOTE)
     if batch_row.span_boundaries is not None and (batch_row.labels != IGNORE_INDEX).any():
         spans = "; ".join(describe_span_boundaries(batch_row, format_tokens))
         notes.append(f"Each span is also predicted from its boundary tokens: {spans}.")

@@ -446,6 +446,22 @@ class GeneratorConfig:
 
 
 @dataclass(frozen=True)
+class DetectorConfig:
+    """ELECTRA's generator and discriminator beside the model's own LM head (`models/electra.py`).
+
+    `width_ratio` and `depth_ratio` are those of the generator relative to the backbone; `weight` weighs detection
+    against language modelling.
+    """
+
+    width_ratio: float = 0.5
+    depth_ratio: float = 0.25
+    weight: float = 2.0
+
+
+GENERATOR_HEAD = LMHead(transform=True, bias=True)  # of a generator that does not take the model's own head
+
+
+@dataclass(frozen=True)
 class QueryStream:
     """XLNet's query stream: it knows a target's position but not its token (Yang et al. 2019, section 2.3)."""
 
@@ -518,6 +534,7 @@ Extra = (
     SentencePairHead
     | SpanBoundaryHead
     | GeneratorConfig
+    | DetectorConfig
     | QueryStream
     | MaskDecoder
     | AuxiliaryLM
@@ -527,6 +544,7 @@ EXTRA_TYPES: dict[str, type[Extra]] = {
     "pair": SentencePairHead,
     "boundary": SpanBoundaryHead,
     "generator": GeneratorConfig,
+    "detector": DetectorConfig,
     "query": QueryStream,
     "decoder": MaskDecoder,
     "auxiliary": AuxiliaryLM,
@@ -852,7 +870,7 @@ class ModelConfig:
             wrong.append("model.bottleneck does not support model.num_kv_heads")
         if self.embed_trigrams and (self.architecture != "encoder" or self.recurrent is not None):
             wrong.append("model.embed_trigrams reads the next token: it is for the architecture encoder")
-        own = [e for e in self.extras if isinstance(e, GeneratorConfig | QueryStream | MaskDecoder)]
+        own = [e for e in self.extras if isinstance(e, GeneratorConfig | DetectorConfig | QueryStream | MaskDecoder)]
         if own and (spec is not None or self.embed_trigrams):
             name = type(own[0]).__name__
             wrong.append(f"a {name} in model.extras cannot go with model.bottleneck or model.embed_trigrams")
@@ -941,10 +959,16 @@ class ModelConfig:
             needs = "a decoder with ClassificationHead, RegressionHead or MultipleChoiceHead"
             return [] if fits else [f"AuxiliaryLM in model.extras is for {needs}"]
         exclusive = next(
-            (name for name in names if name in ("GeneratorConfig", "QueryStream", "MaskDecoder", "AuxiliaryLM")), None
+            (
+                name
+                for name in names
+                if name in ("GeneratorConfig", "DetectorConfig", "QueryStream", "MaskDecoder", "AuxiliaryLM")
+            ),
+            None,
         )
         boundary = self.get_extra("boundary")
         generator = self.get_extra("generator")
+        detector = self.get_extra("detector")
         decoder = self.get_extra("decoder")
         wrong = []
         if self.architecture != "encoder" or not isinstance(self.head, LMHead):
@@ -964,6 +988,12 @@ class ModelConfig:
             wrong.append(
                 "in model.extras GeneratorConfig.width_ratio must be in (0, 1], depth_ratio too, and "
                 "discriminator_weight more than 0"
+            )
+        if isinstance(detector, DetectorConfig) and not (
+            0 < detector.width_ratio <= 1 and 0 < detector.depth_ratio <= 1 and detector.weight > 0
+        ):
+            wrong.append(
+                "in model.extras DetectorConfig.width_ratio must be in (0, 1], depth_ratio too, and weight more than 0"
             )
         if isinstance(decoder, MaskDecoder) and (decoder.num_layers < 1 or decoder.length < 1):
             wrong.append("in model.extras MaskDecoder.num_layers and MaskDecoder.length must be at least 1")
@@ -1025,8 +1055,8 @@ def lm_head_width(config: ModelConfig, spec: LMHead) -> int:
 
 def make_generator_model_config(config: ModelConfig) -> ModelConfig:
     """Return the generator's config: narrower or shallower than the discriminator, over the same token embeddings."""
-    spec = config.get_extra("generator")
-    assert isinstance(spec, GeneratorConfig)
+    spec = config.get_extra("generator") or config.get_extra("detector")
+    assert isinstance(spec, GeneratorConfig | DetectorConfig)
     num_heads = max(1, int(config.num_heads * spec.width_ratio))
     return replace(
         config,

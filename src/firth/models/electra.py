@@ -26,8 +26,15 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from firth.models.backbone import Stack
-from firth.models.config import GeneratorConfig, ModelConfig, make_generator_model_config
-from firth.models.heads import LABEL_IGNORE_INDEX, DiscriminatorHeadModule
+from firth.models.config import (
+    GENERATOR_HEAD,
+    DetectorConfig,
+    GeneratorConfig,
+    ModelConfig,
+    make_generator_model_config,
+)
+from firth.models.embeddings import InputEmbedding
+from firth.models.heads import LABEL_IGNORE_INDEX, DiscriminatorHeadModule, LMHeadModule, gather_positions
 
 
 class ElectraGenerator(nn.Module):
@@ -58,12 +65,66 @@ class ElectraGenerator(nn.Module):
         return self.stack(self.narrow(embeddings_BTE), document_ids, attention_rank, token_type_ids=token_type_ids)
 
 
-def replace_tokens(logits_BKV: Tensor, batch: Any) -> tuple[Tensor, Tensor]:
+class ReplacedTokenDetector(nn.Module):
+    """A generator with its own LM head, and the discriminator's head: detection beside language modelling.
+
+    The model keeps its LM head. Rows with `generator_labels` are filled by the generator and train the discriminator's
+    head; the others train the LM head. Generator and model share the token embeddings.
+    """
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        spec, small = config.get_extra("detector"), make_generator_model_config(config)
+        assert isinstance(spec, DetectorConfig)
+        self.weight = spec.weight
+        self.narrow = nn.Linear(config.embed_width, small.dim)
+        self.stack = Stack(small, small.num_layers, is_causal=False)
+        self.generator_head = LMHeadModule(small, GENERATOR_HEAD)
+        self.discriminator_head = DiscriminatorHeadModule(config)
+
+    def replace_tokens(self, embed: InputEmbedding, batch: Any) -> tuple[Tensor, Tensor, Tensor]:
+        """Return the text that the model reads, where its tokens are new (B, T), and the generator's loss, summed.
+
+        A CPU computes the rows with labels alone. A compiled step needs the same shapes each time, so a GPU computes
+        all.
+        """
+        if not batch.input_ids.is_cuda:
+            row_R = (batch.generator_labels != LABEL_IGNORE_INDEX).any(1).nonzero()[:, 0]
+            if len(row_R) < len(batch.input_ids):
+                read_RT, replaced_RT, loss = self.fill_masks(embed, select_rows(batch, row_R))
+                all_same = torch.zeros_like(batch.input_ids, dtype=torch.bool)
+                return (
+                    batch.input_ids.index_copy(0, row_R, read_RT),
+                    all_same.index_copy(0, row_R, replaced_RT),
+                    loss,
+                )
+        return self.fill_masks(embed, batch)
+
+    def fill_masks(self, embed: InputEmbedding, batch: Any) -> tuple[Tensor, Tensor, Tensor]:
+        """As `replace_tokens`, in all rows."""
+        vectors_BTE = embed.embed_unprojected(batch.input_ids, batch.position_ids, batch.token_type_ids)
+        x_BTG = self.stack(
+            self.narrow(vectors_BTE), batch.document_ids, batch.attention_rank, token_type_ids=batch.token_type_ids
+        )
+        x_BKG = gather_positions(x_BTG, batch.generator_positions)
+        logits_BKV = self.generator_head(x_BKG, embed.tokens.weight).float()
+        labels_N = batch.generator_labels.flatten()  # a 3-D cross-entropy is not deterministic on a GPU
+        loss = F.cross_entropy(logits_BKV.flatten(0, 1), labels_N, ignore_index=LABEL_IGNORE_INDEX, reduction="sum")
+        return *replace_tokens(logits_BKV, batch.input_ids, batch.generator_positions, batch.generator_labels), loss
+
+
+def select_rows(batch: Any, row_R: Tensor) -> Any:
+    """Return these rows of a batch."""
+    return batch.map_arrays(lambda a: a[row_R])
+
+
+def replace_tokens(
+    logits_BKV: Tensor, input_ids_BT: Tensor, positions_BK: Tensor, labels_BK: Tensor
+) -> tuple[Tensor, Tensor]:
     """Return the text with sampled tokens at the target positions, and where they differ from the original (B, T)."""
-    truth_BT = scatter_tokens(batch.input_ids, batch.target_positions, batch.labels, batch.labels != LABEL_IGNORE_INDEX)
-    read_BT = scatter_tokens(
-        batch.input_ids, batch.target_positions, sample_generator_tokens(logits_BKV), batch.labels != LABEL_IGNORE_INDEX
-    )
+    is_used_BK = labels_BK != LABEL_IGNORE_INDEX
+    truth_BT = scatter_tokens(input_ids_BT, positions_BK, labels_BK, is_used_BK)
+    read_BT = scatter_tokens(input_ids_BT, positions_BK, sample_generator_tokens(logits_BKV), is_used_BK)
     return read_BT, read_BT != truth_BT
 
 
@@ -81,7 +142,7 @@ def scatter_tokens(input_ids_BT: Tensor, positions_BK: Tensor, new_ids_BK: Tenso
     return spare.scatter(1, positions_BK.masked_fill(~mask_BK, T), new_ids_BK)[:, :T]
 
 
-def discriminator_loss(logits_BT: Tensor, replaced_BT: Tensor, document_ids_BT: Tensor | None) -> Tensor:
-    """Return the binary cross-entropy, summed over all tokens but padding."""
+def discriminator_loss(logits_BT: Tensor, replaced_BT: Tensor, is_counted_BT: Tensor | None) -> Tensor:
+    """Return the binary cross-entropy, summed over the tokens in `is_counted_BT`; None: all."""
     loss_BT = F.binary_cross_entropy_with_logits(logits_BT.float(), replaced_BT.float(), reduction="none")
-    return (loss_BT if document_ids_BT is None else loss_BT * (document_ids_BT >= 0)).sum()
+    return (loss_BT if is_counted_BT is None else loss_BT * is_counted_BT).sum()

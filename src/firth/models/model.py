@@ -38,7 +38,7 @@ from firth.models.config import (
     TaskHead,
     make_generator_model_config,
 )
-from firth.models.electra import ElectraGenerator, discriminator_loss, replace_tokens
+from firth.models.electra import ElectraGenerator, ReplacedTokenDetector, discriminator_loss, replace_tokens
 from firth.models.embeddings import InputEmbedding, PositionEmbedding
 from firth.models.heads import (
     LABEL_IGNORE_INDEX,
@@ -233,8 +233,9 @@ class Model(nn.Module):
             logits = self.head(x)
             if labels is None:
                 return logits, None
-            num_tokens = labels.numel() if document_ids is None else (document_ids >= 0).sum()
-            return logits, discriminator_loss(logits, labels, document_ids) / num_tokens
+            is_token = None if document_ids is None else document_ids >= 0
+            num_tokens = labels.numel() if is_token is None else is_token.sum()
+            return logits, discriminator_loss(logits, labels, is_token) / num_tokens
         logits = self.head(x, self.embed.tokens.weight)
         if labels is None:
             return logits, None
@@ -322,6 +323,7 @@ EXTRA_MODULES: dict[str, Callable[[ModelConfig], nn.Module]] = {
     "pair": SentencePairHeadModule,
     "boundary": SpanBoundaryHeadModule,
     "generator": ElectraGenerator,
+    "detector": ReplacedTokenDetector,
     "query": TwoStream,
     "decoder": EnhancedMaskDecoder,
     "auxiliary": AuxiliaryLMHeadModule,
@@ -430,6 +432,10 @@ class Encoder(Model):
         assert batch.span_boundaries is None or "boundary" in self.extras, "the objective adds this extra"
         if self.generator is not None:
             return self.electra_losses(self.generator, batch, with_metrics)
+        if batch.generator_labels is not None:
+            detector = self.extras["detector"]
+            assert isinstance(detector, ReplacedTokenDetector)
+            return self.losses_with_detection(detector, batch, with_metrics)
         if "auxiliary" in self.extras and batch.labels is not None:
             return self.losses_with_auxiliary_lm(batch, with_metrics)
         if "features" in self.extras:
@@ -482,9 +488,10 @@ class Encoder(Model):
         logits_BKV, labels_BK = self.logits(batch).float(), batch.labels
         logits_NV = logits_BKV.flatten(0, 1)  # a 3-D cross-entropy is not deterministic on a GPU
         mlm_loss = F.cross_entropy(logits_NV, labels_BK.flatten(), ignore_index=LABEL_IGNORE_INDEX, reduction="sum")
-        corrupted_BT, replaced_BT = replace_tokens(logits_BKV, batch)
+        corrupted_BT, replaced_BT = replace_tokens(logits_BKV, batch.input_ids, batch.target_positions, labels_BK)
         score_BT = generator.discriminator_head(self.backbone(batch._replace(input_ids=corrupted_BT)))
-        rtd_loss = discriminator_loss(score_BT, replaced_BT, batch.document_ids)
+        is_token_BT = None if batch.document_ids is None else batch.document_ids >= 0
+        rtd_loss = discriminator_loss(score_BT, replaced_BT, is_token_BT)
         parts = {"targets": mlm_loss, "tokens": generator.discriminator_weight * rtd_loss}
         if not with_metrics:
             return parts
@@ -496,6 +503,28 @@ class Encoder(Model):
             right_BT if batch.document_ids is None else right_BT & (batch.document_ids >= 0)
         ).sum()
         metrics["rtd_replaced/tokens"] = replaced_BT.sum()
+        return parts | detach_metrics(metrics)
+
+    def losses_with_detection(
+        self, detector: ReplacedTokenDetector, batch: BatchLike, with_metrics: bool = False
+    ) -> dict[str, Tensor]:
+        """Return the LM loss of masked and causal rows, the generator's, and that of detection in the other rows."""
+        corrupted_BT, replaced_BT, generator_loss = detector.replace_tokens(self.embed, batch)
+        x_BTD = self.backbone(batch._replace(input_ids=corrupted_BT))
+        score_BT, is_detected_BT = detector.discriminator_head(x_BTD), batch.is_detected
+        rtd_loss = discriminator_loss(score_BT, replaced_BT, is_detected_BT)
+        lm_parts = self.lm_losses(x_BTD, batch, with_metrics)
+        parts = lm_parts | {"generator_targets": generator_loss, "detected_tokens": detector.weight * rtd_loss}
+        if not with_metrics:
+            return parts
+        right_BT = ((score_BT > 0) == replaced_BT) & is_detected_BT
+        metrics = {
+            "lm_loss/targets": parts["targets"],
+            "generator_loss/generator_targets": generator_loss,
+            "rtd_loss/detected_tokens": rtd_loss,
+            "rtd_accuracy/detected_tokens": right_BT.sum(),
+            "rtd_replaced/detected_tokens": (replaced_BT & is_detected_BT).sum(),
+        }
         return parts | detach_metrics(metrics)
 
     def forward(

@@ -14,9 +14,11 @@ from firth.core.errors import UserError
 from firth.core.files import format_bytes
 from firth.core.memory import check_memory
 from firth.models.config import (
+    GENERATOR_HEAD,
     AWDLSTMConfig,
     BiLSTMConfig,
     BottleneckConfig,
+    DetectorConfig,
     Disentangled,
     ELMoConfig,
     FeatureEncoderConfig,
@@ -48,20 +50,23 @@ MAX_MODEL_BYTES = 2**50  # 1 PiB; beyond 2^63 torch has no shapes without memory
 def count_parameters(config: ModelConfig) -> int:
     """Return the number of parameters of a model with this config."""
     if not isinstance(config.head, LMHead) or any(
-        not isinstance(e, GeneratorConfig | QueryStream) for e in config.extras
+        not isinstance(e, DetectorConfig | GeneratorConfig | QueryStream) for e in config.extras
     ):
         return _count_built(config)
-    spec = config.get_extra("generator")
+    spec, detector = config.get_extra("generator"), config.get_extra("detector")
     total = count_backbone_parameters(config)
     if config.get_extra("query") is not None:
         total += config.embed_width
-    if not isinstance(spec, GeneratorConfig):
+    if spec is None and detector is None:
         return total + _lm_head(config, config.head)
     small = make_generator_model_config(config)
+    total += _linear(config.embed_width, small.dim) + _stack(small, small.num_layers)  # the generator
+    total += _linear(config.dim, config.dim) + _linear(config.dim, 1)  # the discriminator's head
+    if detector is not None:
+        return total + _lm_head(config, config.head) + _lm_head(small, GENERATOR_HEAD)
+    assert isinstance(spec, GeneratorConfig)
     delta = config.vocab_size * config.embed_width if spec.disentangle_embeddings else 0
-    discriminator = _linear(config.dim, config.dim) + _linear(config.dim, 1)
-    generator = _linear(config.embed_width, small.dim) + _stack(small, small.num_layers)
-    return total + _lm_head(small, config.head) + delta + generator + discriminator
+    return total + _lm_head(small, config.head) + delta
 
 
 def count_backbone_parameters(config: ModelConfig) -> int:

@@ -66,5 +66,6 @@ def single_prompt_form(objective: Mapping[str, Any]) -> PromptForm | None:
         "CLM": "causal",
         "MaskedNextToken": "next-token",
         "MLMAndCLM": "causal-encoder",
+        "RTDMLMAndCLM": "causal-encoder",
     }
     return forms.get(str(kind))

@@ -5,10 +5,10 @@ from firth.objectives.causal import CLM, BiLM, PermutationLM, PrefixLM, Sequence
 from firth.objectives.clm_then_mlm import CLMThenMLM
 from firth.objectives.counter_rng import CounterRNG
 from firth.objectives.masked import MLM
-from firth.objectives.masked_next_token import MaskedNextToken, MLMAndCLM
+from firth.objectives.masked_next_token import MaskedNextToken, MLMAndCLM, RTDMLMAndCLM
 from firth.objectives.mixture import Mixture, Objective, WeightedObjective
 from firth.objectives.noise_mask import NgramMasking, SalientSpanMasking, SpanMasking, TokenMasking, WholeWordMasking
-from firth.objectives.registry import OBJECTIVES
+from firth.objectives.registry import OBJECTIVES, held_out_objective
 from firth.objectives.seq2seq import (
     BARTDenoising,
     DecoderDenoising,
@@ -37,6 +37,7 @@ __all__ = [
     "Objective",
     "PermutationLM",
     "PrefixLM",
+    "RTDMLMAndCLM",
     "SalientSpanCorruption",
     "SalientSpanMasking",
     "SequenceAutoencoder",
@@ -46,4 +47,5 @@ __all__ = [
     "TokenMasking",
     "WeightedObjective",
     "WholeWordMasking",
+    "held_out_objective",
 ]

@@ -34,6 +34,8 @@ class Batch(NamedTuple):
     decoder_position_ids: Any = None  # (B, U)
     encoder_target_positions: Any = None  # (B, K) positions of an encoder-decoder's encoder that it predicts itself
     encoder_labels: Any = None  # (B, K) the right tokens there; -100 in unused slots
+    generator_positions: Any = None  # (B, K) masked positions that a generator fills, before the model reads the row
+    generator_labels: Any = None  # (B, K) the right tokens there; -100 in unused slots and in rows of other kinds
     span_boundaries: Any = None  # (B, K, 3) of a target's span: position before, position after, offset in the span
     pair_labels: Any = None  # (B,) 0 where the second text follows the first, 1 where it does not
     task_labels: Any = None  # by task (see below)
@@ -74,11 +76,20 @@ class Batch(NamedTuple):
         if self.encoder_labels is not None:
             counts["encoder_targets"] = _num_labels(self.encoder_labels)
             counts["decoder_targets"] = _num_labels(self.labels)
+        if self.generator_labels is not None:
+            counts["generator_targets"] = _num_labels(self.generator_labels)
+            counts["detected_tokens"] = int(self.is_detected.sum())
         if self.soft_labels is not None:
             counts["soft_targets"] = self.num_soft_targets
         if self.reference_logps is not None:
             counts |= _count_answers(self.group_ids)
         return counts if self.pair_labels is None else counts | {"pairs": len(self.pair_labels)}
+
+    @property
+    def is_detected(self) -> Any:
+        """(B, T) True at the tokens that are classified as original or replaced: those of rows with a generator."""
+        is_detected_B1 = (self.generator_labels != IGNORE_INDEX).any(1)[:, None]
+        return is_detected_B1 & (True if self.document_ids is None else self.document_ids >= 0)
 
     @property
     def num_soft_targets(self) -> int:

@@ -104,16 +104,19 @@ class MaskedNextToken(ObjectiveBase):
         return self.mlm.mask_rate_at(progress)
 
     def __call__(self, rows: Rows, rng: CounterRNG, vocab: Vocabulary) -> Batch:
-        B, L = rows.input_ids.shape
         if self.label_shift:  # the first token of a document has no position before it, unless that is a special token
             rows = rows._replace(maskable=rows.maskable & ~is_document_start(rows.document_ids))
-        masked = self.mlm(rows, rng, vocab)
+        is_masked_B1 = rng.uniform("masked rows", 1) < self.masked_share
+        return self.merge_rows(rows, self.mlm(rows, rng, vocab), is_masked_B1)
+
+    def merge_rows(self, rows: Rows, masked: Batch, is_masked_B1: np.ndarray) -> Batch:
+        """Return the batch with rows of `masked`, which is that of MLM, and with causal rows."""
+        B, L = rows.input_ids.shape
         row_N, slot_N = np.nonzero(masked.labels != IGNORE_INDEX)
         masked_labels_BL = np.full((B, L), IGNORE_INDEX, masked.labels.dtype)
         masked_labels_BL[row_N, masked.target_positions[row_N, slot_N] - self.label_shift] = masked.labels[
             row_N, slot_N
         ]
-        is_masked_B1 = rng.uniform("masked rows", 1) < self.masked_share
         return Batch(
             np.where(is_masked_B1, masked.input_ids, rows.input_ids),
             document_ids=rows.document_ids,
@@ -132,3 +135,44 @@ class MLMAndCLM(MaskedNextToken):
 
     architectures = ("encoder",)  # type: ignore[assignment]
     label_shift: ClassVar[int] = 0
+
+
+@dataclass(frozen=True)
+class RTDMLMAndCLM(MLMAndCLM):
+    """Masked and causal rows, and rows whose masks a small generator fills: the model detects which tokens are new.
+
+    Replaced token detection (ELECTRA, `models/electra.py`) has a label at every token, so a model learns from it in few
+    passes what classification and tagging need. It predicts no token, though; masked and causal rows do.
+
+    - detected_share: share of the rows with masks whose masks are filled
+    - masked_share, mlm, architecture: those of `MaskedNextToken`
+    """
+
+    masked_share: float = 0.6
+    detected_share: float = 0.75
+    extras = ("detector",)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if not 0 <= self.detected_share <= 1:
+            raise UserError(f"objective.detected_share is {self.detected_share}, and must lie between 0 and 1.")
+
+    @property
+    def without_detection(self) -> MLMAndCLM:
+        """The same masked and causal rows, none with replaced tokens; with half of the rows masked, if some are."""
+        share = MLMAndCLM().masked_share if self.has_both_kinds else self.masked_share
+        return MLMAndCLM(share, self.mlm, self.architecture)
+
+    def expected_rates(self, rows: Rows | None = None) -> dict[str, float]:
+        return {**super().expected_rates(rows), "detected_rows": self.masked_share * self.detected_share}
+
+    def __call__(self, rows: Rows, rng: CounterRNG, vocab: Vocabulary) -> Batch:
+        masked = self.mlm(rows, rng, vocab)
+        is_masked_B1 = rng.uniform("masked rows", 1) < self.masked_share
+        is_detected_B1 = is_masked_B1 & (rng.uniform("detected rows", 1) < self.detected_share)
+        batch = self.merge_rows(rows, masked, is_masked_B1)
+        return batch._replace(
+            labels=np.where(is_detected_B1, IGNORE_INDEX, batch.labels),
+            generator_positions=masked.target_positions,
+            generator_labels=np.where(is_detected_B1, masked.labels, IGNORE_INDEX),
+        )

@@ -21,7 +21,7 @@ from firth.objectives.causal import CLM, BiLM, PermutationLM, PrefixLM, Sequence
 from firth.objectives.clm_then_mlm import CLMThenMLM
 from firth.objectives.counter_rng import CounterRNG
 from firth.objectives.masked import MLM
-from firth.objectives.masked_next_token import MaskedNextToken, MLMAndCLM
+from firth.objectives.masked_next_token import MaskedNextToken, MLMAndCLM, RTDMLMAndCLM
 from firth.objectives.seq2seq import (
     BARTDenoising,
     DecoderDenoising,
@@ -42,6 +42,7 @@ SingleObjective = (
     | MLM
     | MaskedNextToken
     | MLMAndCLM
+    | RTDMLMAndCLM
     | CLMThenMLM
     | SpanCorruption
     | SpanCorruptionAndMLM
@@ -170,6 +171,7 @@ def merge_batches(batches: list[Batch], row_indices: list[np.ndarray], pad_token
         "document_ids": -1,
         "labels": IGNORE_INDEX,
         "encoder_labels": IGNORE_INDEX,
+        "generator_labels": IGNORE_INDEX,
     }
     fields = {}
     for name in Batch._fields:

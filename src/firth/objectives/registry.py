@@ -9,7 +9,7 @@ from firth.core.serialization import TYPE_KEY, to_dict
 from firth.objectives.causal import CLM, BiLM, PermutationLM, PrefixLM, SequenceAutoencoder
 from firth.objectives.clm_then_mlm import CLMThenMLM
 from firth.objectives.masked import MLM
-from firth.objectives.masked_next_token import MaskedNextToken, MLMAndCLM
+from firth.objectives.masked_next_token import MaskedNextToken, MLMAndCLM, RTDMLMAndCLM
 from firth.objectives.mixture import Mixture, Objective, WeightedObjective
 from firth.objectives.noise_mask import NgramMasking, SalientSpanMasking, SpanMasking, WholeWordMasking
 from firth.objectives.seq2seq import (
@@ -54,6 +54,7 @@ OBJECTIVES: dict[str, Objective] = {
     "unilm": UNILM,
     "masked-next-token": MaskedNextToken(),
     "mlm-and-clm": MLMAndCLM(mlm=MLM(rate=0.3, rate_end=0.15)),
+    "rtd-mlm-and-clm": RTDMLMAndCLM(mlm=MLM(rate=0.3, rate_end=0.15)),
     "clm-then-mlm": CLMThenMLM(),
     "bilm": BiLM(),
     "permutation-lm": PermutationLM(),
@@ -84,3 +85,10 @@ def describe_objective(objective: Objective) -> dict[str, Any]:
     """Return the objective as stored in a checkpoint; `name` is None for modified settings."""
     name = next((name for name, known in OBJECTIVES.items() if known == objective), None)
     return {"name": name, TYPE_KEY: type(objective).__name__, **to_dict(objective)}
+
+
+def held_out_objective(objective: Objective) -> Objective:
+    """Return the objective of held-out losses: the part of a mixed objective by which its runs compare with others."""
+    if isinstance(objective, SpanCorruptionAndMLM):
+        return objective.span_corruption
+    return objective.without_detection if isinstance(objective, RTDMLMAndCLM) else objective

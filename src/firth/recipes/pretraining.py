@@ -11,6 +11,7 @@ import numpy as np
 
 from firth.models import MOBILEBERT_DISTILLATION, DiscriminatorHead, Extra, LMHead, ModelConfig, with_extras
 from firth.models.config import AWDLSTMConfig, Disentangled, ELMoConfig, FanInInit, GeneratorConfig, MaskDecoder
+from firth.models.presets import shape_architecture
 from firth.models.prompt_form import prompt_form_of_objective
 from firth.objectives import (
     CLM,
@@ -20,6 +21,7 @@ from firth.objectives import (
     Mixture,
     MLMAndCLM,
     Objective,
+    RTDMLMAndCLM,
     SalientSpanCorruption,
     SequenceAutoencoder,
     SpanCorruption,
@@ -76,11 +78,13 @@ SHAPE_RECIPES: dict[str, dict[str, Any]] = {
     "decoder": {"split": "sentence"},
     "encoder-decoder": {"objective": OBJECTIVES["span-corruption-and-mlm"]},
 }
+# What a GPU trains instead: it reads enough tokens for detection to pay (docs/history.md, detection beside LM).
+GPU_SHAPE_RECIPES: dict[str, dict[str, Any]] = {"encoder": {"objective": OBJECTIVES["rtd-mlm-and-clm"]}}
 # Passes over 10M words after which such a model overfits, by objective: causal rows have a label at every position, and
 # overfit first. Masked rows alone still learn after 48 passes (docs/history.md, transfer). A smaller text is
 # learned by heart after fewer passes: they grow with the fifth root of its tokens (docs/history.md, a small text).
 OVERFITTING_TOKENS, OVERFITTING_POWER = 14e6, 0.2
-OVERFITTING_PASSES: dict[type, float] = {CLM: 5.0, MLMAndCLM: 12.0, MaskedNextToken: 12.0}
+OVERFITTING_PASSES: dict[type, float] = {CLM: 5.0, MLMAndCLM: 12.0, RTDMLMAndCLM: 12.0, MaskedNextToken: 12.0}
 REPEATED_TEXT_DROPOUT, DROPOUT_FIELDS = 0.1, ("dropout", "attention_dropout")
 # Passes of the causal rows beside masked ones, at most, over 10M words. No more rows are masked than GPT-BERT's, whose
 # text of 10M words is read some hundred times.
@@ -107,6 +111,13 @@ def pretraining_recipe(model: ModelConfig, **fields: Any) -> Recipe:
     }
     recipe = complete_recipe(Recipe(**{"model": model, "objective": objective} | defaults | fields))
     return recipe if "warm_start" in fields else replace(recipe, warm_start=default_warm_start(recipe))
+
+
+def shape_recipe_fields(name: str, device_type: str) -> dict[str, Any]:
+    """Return the fields of the default recipe of `encoder`, `decoder-8x512` ...; of other models there are none."""
+    architecture = shape_architecture(name)
+    on_gpu = GPU_SHAPE_RECIPES.get(architecture, {}) if device_type == "cuda" else {}
+    return SHAPE_RECIPES.get(architecture, {}) | on_gpu
 
 
 def update_recipe(recipe: Recipe, changes: Mapping[str, Any]) -> Recipe:

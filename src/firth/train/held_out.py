@@ -22,7 +22,7 @@ import torch
 from firth.core.console import warn
 from firth.core.errors import UserError
 from firth.models import Model
-from firth.objectives import Batch, MaskedNextToken, SpanCorruptionAndMLM
+from firth.objectives import Batch, MaskedNextToken, held_out_objective
 from firth.tokens import MixedDataset, RowDataset, Tokenizer
 from firth.tokens.permutation import permute_indices
 from firth.train.compute import ComputeConfig
@@ -180,8 +180,7 @@ def make_evaluation(
 
     The sources share `eval_rows` once more, so that an evaluation of a mix takes about twice as long.
     """
-    if isinstance(recipe.objective, SpanCorruptionAndMLM):
-        recipe = replace(recipe, objective=recipe.objective.span_corruption)
+    recipe = replace(recipe, objective=held_out_objective(recipe.objective))
     has_two_kinds = isinstance(recipe.objective, MaskedNextToken) and recipe.objective.has_both_kinds
     make = MaskedAndCausalLoss if has_two_kinds and recipe.order == "packed" else HeldOutLoss
     mixed = make(recipe, dataset, tokenizer, compute)

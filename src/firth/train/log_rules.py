@@ -29,7 +29,7 @@ import numpy as np
 from firth.core.console import format_count
 from firth.models.config import AWDLSTMConfig
 from firth.models.presets import PRESETS
-from firth.objectives import MaskedNextToken, SpanCorruptionAndMLM
+from firth.objectives import MaskedNextToken, held_out_objective
 from firth.train.findings import Evidence, Rule
 from firth.train.log import token_loss_name
 from firth.train.recipe import Recipe, TrainingConfig
@@ -368,7 +368,8 @@ def comparable_from(training: TrainingConfig) -> float | None:
     """Return the share of the run from which its training loss can be compared with the held-out loss; None: never."""
     if not isinstance(training, Recipe):
         return 0.0
-    if training.teacher or masks_other_share(training) or isinstance(training.objective, SpanCorruptionAndMLM):
+    has_more_parts = held_out_objective(training.objective) != training.objective
+    if training.teacher or masks_other_share(training) or has_more_parts:
         return None
     start, rate_at = (
         max(last_phase_from(training), training.batch_ramp, training.length_ramp),
@@ -571,7 +572,7 @@ def check_pair_head(facts: LogFacts) -> Evidence | None:
 
 def check_dead_detection(facts: LogFacts) -> Evidence | None:
     loss, replaced, tokens = facts.series("rtd_loss"), facts.series("rtd_replaced"), facts.series("tokens")
-    if not len(loss) or not len(tokens) or tokens.values[-1] < MIN_DETECTED_TOKENS:
+    if not len(loss) or not len(tokens) or tokens.values[-1] < MIN_DETECTED_TOKENS or not facts.is_judged:
         return None
     share, last = float(replaced.tail(1 / 4).mean()), float(loss.tail(1 / 4).mean())
     if not 0 < share < 1:

@@ -32,6 +32,7 @@ from firth.models import (
     with_vocabulary,
 )
 from firth.models.config import (
+    DetectorConfig,
     FanInInit,
     GeneratorConfig,
     LearnedPosition,
@@ -357,6 +358,7 @@ EXTRAS: dict[str, tuple[Extra, ...]] = {
     "pair and boundary": (SentencePairHead(), SpanBoundaryHead()),
     "generator": (GeneratorConfig(0.5, 20.0),),
     "query": (QueryStream(),),
+    "detector": (DetectorConfig(),),
 }
 
 
