@@ -7,6 +7,7 @@ import math
 import re
 import shutil
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ import torch
 import yaml
 from markdown_it import MarkdownIt
 from markupsafe import escape
+from safetensors.torch import load_file
 
 from firth import api
 from firth.core.errors import UserError
@@ -28,7 +30,8 @@ from firth.evaluate.likelihood import aggregate_likelihoods, make_scorer
 from firth.evaluate.report import write_run_report
 from firth.metrics import format_metric, mean_and_std
 from firth.models import Distillation, Model, load_model, make_model
-from firth.models.presets import bert
+from firth.models.config import DetectorConfig
+from firth.models.presets import bert, modernbert
 from firth.objectives import MLM, OBJECTIVES
 from firth.tasks import TASK_FILE, FinetuneRecipe, Prediction, finetune, make_task
 from firth.text import Example, read_labelled
@@ -372,6 +375,18 @@ def test_an_exported_checkpoint_still_knows_its_task(tuned: Path, tmp_path: Path
     data = write_jsonl(tmp_path / "dev.jsonl", ROWS)
     before = evaluate(final, "classify", data, tmp_path / "before")["metrics"]
     assert evaluate(tmp_path / "out", "classify", data, tmp_path / "after")["metrics"] == before
+
+
+def test_an_export_has_no_detector_of_replaced_tokens(tmp_path: Path) -> None:
+    """Only pretraining needs it, and `transformers` would list each of its tensors as unexpected."""
+    model = make_model(modernbert(1, 16, 2, 32, 50, extras=(DetectorConfig(),)))
+    model.save(tmp_path / "final")
+    assert any(name.startswith("extras.") for name in load_file(tmp_path / "final" / "model.safetensors"))
+    write_export(tmp_path / "final", tmp_path / "out")
+    assert not any(name.startswith("extras.") for name in load_file(tmp_path / "out" / "model.safetensors"))
+    exported, ids = load_model(tmp_path / "out"), torch.randint(5, 50, (2, 7))
+    assert exported.config == replace(model.config, extras=())
+    assert torch.equal(exported(ids).logits, model(ids).logits)
 
 
 def test_a_score_that_is_no_number_is_null_in_what_others_read(saved: Callable[[str], Path], tmp_path: Path) -> None:

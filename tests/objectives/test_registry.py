@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +31,7 @@ from firth.objectives import (
     SpanMasking,
 )
 from firth.objectives.base import trace_sources
+from firth.objectives.registry import describe_objective, name_objective, name_stored_objective
 from firth.tokens import PackedDataset, Rows, Shards, Vocabulary
 
 PAD, END, UNK, CLS, SEP, MASK, BOS = range(7)
@@ -110,6 +112,14 @@ def test_expected_rates(rows_for: Callable[..., Rows]) -> None:
     assert OBJECTIVES["permutation-lm"].expected_rates() == {"targets": 1 / 6, "mean_span": 3.0}
     assert OBJECTIVES["bart"].expected_rates() == {"permuted": 1.0, "infilled": 0.3, "mean_span": 3.0}
     assert CLM().expected_rates() == {}
+
+
+def test_names_to_show() -> None:
+    """The share of masked rows follows the passes over the text, and does not change the name."""
+    chosen = replace(OBJECTIVES["rtd-mlm-and-clm"], masked_share=0.85)
+    assert name_objective(chosen) == name_stored_objective(describe_objective(chosen)) == "rtd-mlm-and-clm"
+    assert name_stored_objective(describe_objective(MLM(rate=0.4))) == "MLM"
+    assert all(name_stored_objective(describe_objective(known)) == name for name, known in OBJECTIVES.items())
 
 
 def test_requirements() -> None:

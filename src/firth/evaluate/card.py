@@ -23,6 +23,7 @@ from firth.metrics import format_metric, mean_and_std
 from firth.models import FIRTH_MODEL_TYPE, LMHead, ModelConfig, count_parameters, hf_model_type, read_config
 from firth.models.config import TaskHead
 from firth.objectives import Mixture, Objective
+from firth.objectives.registry import name_stored_objective
 from firth.tasks import FinetuneRecipe
 from firth.tasks.chain import describe_chain
 from firth.tasks.recipe import read_task_file
@@ -271,7 +272,7 @@ def training_section(recipe: Mapping[str, Any], results: Mapping[str, Any], task
     rows = {name: value for name, value in rows.items() if value or name not in OMITTED_IF_ZERO_FIELDS}
     rows |= {name: value for name, value in non_default_fields(recipe).items() if name not in rows}
     if isinstance(rows.get("objective"), Mapping):
-        rows["objective"] = rows["objective"].get("kind", "")
+        rows["objective"] = name_stored_objective(rows["objective"])
     if isinstance(rows.get("max_steps"), int) and rows["max_steps"] < 1:
         del rows["max_steps"]
     rows |= {

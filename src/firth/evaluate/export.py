@@ -95,15 +95,16 @@ def keep_one_head(model: Model, task: str, checkpoint: Path) -> dict[str, Any]:
 
 
 def load_for_export(checkpoint: Path) -> Model:
-    """Load a checkpoint; without ELECTRA's generator if its family in `transformers` has no model with one.
+    """Load a checkpoint without what pretraining alone needs, if the family in `transformers` has no such parts.
 
-    A generator is needed in pretraining only. `transformers` has a detection head for ELECTRA alone, so that other
-    families (DeBERTa version 3) are exported as their encoder. Its embeddings are those that the discriminator read.
+    That is a detector of replaced tokens, or ELECTRA's generator. `transformers` has a detection head for ELECTRA
+    alone, so that other families (DeBERTa version 3) are exported as their encoder. Its embeddings are those that the
+    discriminator read.
     """
     config = read_config(checkpoint)
     encoder = encoder_without_generator(config)
     if encoder is None:
-        return load_model(checkpoint)
+        return load_model(checkpoint, head=config.head if config.get_extra("detector") is not None else None)
     model = load_model(checkpoint, head=encoder.head)
     if model.tokenizer is not None:
         model.tokenizer = with_special_token_template(model.tokenizer, config)

@@ -34,7 +34,7 @@ from firth.generate.config import GenerationConfig
 from firth.generate.ngram import generate_ngram_results
 from firth.generate.text import REPLACEMENT_CHAR
 from firth.models import Model, count_parameters, load_model
-from firth.objectives import OBJECTIVES
+from firth.objectives.registry import name_objective
 from firth.static.ngram import load_ngram
 from firth.tokens import MixedShards, Shards, ShardSet, Tokenizer, open_shards
 from firth.train import Recipe, last_checkpoint, load_recipe, read_log, token_loss_name
@@ -315,10 +315,9 @@ def run_facts(recipe: Recipe, results: Mapping[str, Any], shards: ShardSet | Mix
     parts = shard_sets(shards)
     tokens = results.get("tokens") or 0
     seconds, speed = results.get("seconds"), results.get("tokens_per_second")
-    objective = next((name for name, known in OBJECTIVES.items() if known == recipe.objective), "")
     facts = {
         "model": f"{recipe.model.family} ({recipe.model.architecture}), {results['parameters']:,} parameters",
-        "objective": objective or type(recipe.objective).__name__,
+        "objective": name_objective(recipe.objective),
         "text": f"{sum(part.train.num_words for part in parts):,} words in {shards.num_tokens:,} tokens",
         "words seen": f"{results['words_seen']:,} ({tokens:,} tokens with special ones)",
         "passes over the text": f"{results['passes']:.2f}",

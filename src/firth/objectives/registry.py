@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -85,6 +86,16 @@ def describe_objective(objective: Objective) -> dict[str, Any]:
     """Return the objective as stored in a checkpoint; `name` is None for modified settings."""
     name = next((name for name, known in OBJECTIVES.items() if known == objective), None)
     return {"name": name, TYPE_KEY: type(objective).__name__, **to_dict(objective)}
+
+
+def name_stored_objective(stored: Mapping[str, Any]) -> str:
+    """Return the name to show, as `name_objective`, of an objective in a recipe.yaml."""
+
+    def settings(mapping: Mapping[str, Any]) -> dict[str, Any]:
+        return {key: value for key, value in mapping.items() if key not in ("name", "masked_share")}
+
+    known = {name: settings(describe_objective(objective)) for name, objective in OBJECTIVES.items()}
+    return next((name for name, own in known.items() if own == settings(stored)), str(stored.get(TYPE_KEY, "")))
 
 
 def held_out_objective(objective: Objective) -> Objective:

@@ -40,7 +40,7 @@ from firth.models import (
 )
 from firth.models.hf.config_io import FIRTH_MODEL_TYPE, hf_model_type
 from firth.models.hf.tensors import translate_disk_errors
-from firth.objectives.registry import describe_objective
+from firth.objectives.registry import describe_objective, name_objective
 from firth.tokens import MixedDataset, MixedShards, RowDataset, ShardSet, Tokenizer, reused_length
 from firth.tokens.mixing import SourceShare
 from firth.train.batch_size import resolve_batch_size
@@ -362,7 +362,7 @@ def describe_job(job: PretrainJob, is_new: bool) -> None:
     """Say what the run reads, in how many steps, and what it trains."""
     recipe, rows = job.recipe, job.rows
     say(
-        f"{type(recipe.objective).__name__} on {job.shards.num_tokens:,} tokens in "
+        f"{name_objective(recipe.objective)} on {job.shards.num_tokens:,} tokens in "
         f"{format_count(rows.num_rows, 'row')} of {rows.row_length} ({100 * rows.fill_ratio:.1f}% filled): "
         f"{format_count(recipe.max_steps, 'step')} of {format_count(recipe.global_batch_size, 'row')}, "
         f"{recipe.max_steps * mean_batch_rows(recipe) / rows.num_rows:.1f} epochs, on {job.compute}"
