@@ -82,6 +82,13 @@ NEVER = 10**9  # steps: no checkpoint before the end
 # A name, and KEY=VALUE of the pretraining recipe. "objective" is its name, "vocab_size" that of the tokenizer.
 CHANGES: dict[str, tuple[str, ...]] = {
     "mlm": ("objective=mlm",),
+    "mlm-and-clm": ("objective=mlm-and-clm",),
+    "rtd": ("objective=rtd",),
+    # These on a GPU, where encoders detect replaced tokens.
+    "detected-half": ("objective.detected_share=0.5",),
+    "detected-all": ("objective.detected_share=1.0",),
+    "detection-1": ("model.extras=[{kind: DetectorConfig, weight: 1.0}]",),
+    "detection-5": ("model.extras=[{kind: DetectorConfig, weight: 5.0}]",),
     "masked-next-token": ("objective=masked-next-token",),
     "mask15": ("objective.mlm.rate=0.15",),
     "masked-quarter": ("objective.masked_share=0.25",),

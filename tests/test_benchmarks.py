@@ -1043,12 +1043,11 @@ def test_mistakes_of_ablations_are_explained(tmp_path: Path, capsys: pytest.Capt
 
 
 def test_each_change_is_a_recipe() -> None:
-    from firth.recipes import pretraining_recipe
-    from firth.recipes.pretraining import SHAPE_RECIPES
+    from firth.recipes import pretraining_recipe, shape_recipe_fields
     from firth.train import apply_overrides, parse_overrides
 
     script("parallel_runs")
-    recipe = pretraining_recipe(get_preset("encoder-6x384"), **SHAPE_RECIPES["encoder"])
+    recipe = pretraining_recipe(get_preset("encoder-6x384"), **shape_recipe_fields("encoder-6x384", "cuda"))
     for name, fields in script("ablations").CHANGES.items():
         changes = parse_overrides(list(fields))
         objective, vocab_size = changes.pop("objective", None), changes.pop("vocab_size", None)

@@ -41,7 +41,19 @@ from firth.lab.show_text import half_block_lines, print_preview
 from firth.models import PRESETS
 from firth.models.attention import AttentionSpec, make_attention_spec
 from firth.models.two_stream import make_query_stream_spec
-from firth.objectives import CLM, IGNORE_INDEX, MLM, OBJECTIVES, BARTDenoising, Batch, CounterRNG, PermutationLM
+from firth.objectives import (
+    CLM,
+    IGNORE_INDEX,
+    MLM,
+    OBJECTIVES,
+    BARTDenoising,
+    Batch,
+    CounterRNG,
+    Objective,
+    PermutationLM,
+    RTDMLMAndCLM,
+    SpanCorruptionAndMLM,
+)
 from firth.objectives.corruption import NoisyText
 from firth.objectives.seq2seq import BARTStages
 from firth.recipes import pretraining_recipe
@@ -561,6 +573,25 @@ FITS_BETTER = {
     "lm-denoising": ("gpt2-tiny", "unigram"),
     "prefix-lm-denoising": ("gpt2-tiny", "unigram"),
 }
+
+
+@pytest.mark.parametrize(
+    ("model", "changed", "kind"),
+    [
+        ("bert-tiny", RTDMLMAndCLM(masked_share=1.0, detected_share=1.0), "wordpiece"),
+        ("t5-tiny", SpanCorruptionAndMLM(detected_share=1.0), "unigram"),
+    ],
+)
+def test_masks_that_a_generator_fills_are_shown(
+    model: str, changed: Objective, kind: str, shards: dict[str, Path]
+) -> None:
+    recipe = pretraining_recipe(PRESETS[model], objective=changed, max_seq_length=64, data=str(shards[kind]))
+    vocab_size = open_shards(shards[kind]).tokenizer.vocab.size
+    (view,) = build_batch_preview(apply_overrides(recipe, {"model.vocab_size": vocab_size}), 1, model, "here").views
+    assert any(note.startswith("A small generator fills the masks") for note in view.notes)
+    masks = [token for token in view.sequences[0].tokens if token.kind == "masked"]
+    assert len(masks) > 3
+    assert all(token.original_text for token in masks)
 
 
 @pytest.mark.parametrize("name", OBJECTIVES)

@@ -8,10 +8,10 @@ import pytest
 import torch
 from torch.testing import assert_close
 
-from firth.models import Encoder, make_model
-from firth.models.config import DetectorConfig, ModelConfig
+from firth.models import Encoder, EncoderDecoder, make_model
+from firth.models.config import DetectorConfig, ModelConfig, without_detector
 from firth.models.electra import ReplacedTokenDetector, select_rows
-from firth.models.presets import bert, modernbert
+from firth.models.presets import bert, modernbert, t5gemma
 from firth.objectives.batch import Batch
 
 V, MASK, PAD, x = 30, 4, 0, -100
@@ -121,6 +121,37 @@ def test_figures_to_log(monkeypatch: pytest.MonkeyPatch) -> None:
     assert parts["rtd_replaced/detected_tokens"] == 1
     assert 0 <= parts["rtd_accuracy/detected_tokens"] <= 5
     assert_close(3.0 * parts["rtd_loss/detected_tokens"], parts["detected_tokens"])
+
+
+def test_the_encoder_of_an_encoder_decoder_detects_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first row is detected; the encoder predicts the mask of the second. The decoder reads both."""
+    config = t5gemma(2, 16, 2, 32, vocab_size=V, extras=(DetectorConfig(weight=3.0),))
+    torch.manual_seed(1)
+    model = make_model(config).eval()
+    assert isinstance(model, EncoderDecoder)
+    own = {
+        "decoder_input_ids": torch.tensor([[2, 20, 21], [2, 22, 23]]),
+        "labels": torch.tensor([[20, 21, 3], [22, 23, 3]]),
+        "encoder_target_positions": torch.tensor([[0], [2]]),
+        "encoder_labels": torch.tensor([[x], [15]]),
+    }
+    batch = select_rows(BATCH, torch.tensor([0, 1]))._replace(attention_rank=None, **own)
+    sample(monkeypatch, [10, 20, 9])
+    parts = model.losses(batch, with_metrics=True)
+    read = torch.tensor([[2, 10, 11, 20, 3], batch.input_ids[1].tolist()])
+    plain = batch._replace(input_ids=read, generator_labels=None)
+    assert_close(parts["targets"], model.losses(plain)["targets"])
+    detector = cast(ReplacedTokenDetector, model.extras["detector"])
+    p = detector.discriminator_head(model.encode(plain)).sigmoid()[0]
+    chance = torch.where(torch.tensor([0, 0, 0, 1, 0]) == 1, p, 1 - p)
+    assert_close(parts["detected_tokens"], -3.0 * chance.log().sum())
+    assert {name for name in parts if "/" not in name} <= batch.loss_counts.keys()
+    assert parts["rtd_replaced/detected_tokens"] == 1
+
+
+def test_fine_tuning_leaves_the_detector_out() -> None:
+    assert without_detector(CONFIG) == PLAIN
+    assert without_detector(PLAIN) == PLAIN
 
 
 @pytest.mark.parametrize(

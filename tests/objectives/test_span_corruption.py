@@ -300,6 +300,24 @@ def test_the_encoder_predicts_masked_tokens_beside_the_spans(has_mask: bool) -> 
     assert batch.num_tokens == plain.num_tokens
 
 
+def test_a_generator_fills_the_masks_of_some_rows(vocab: Vocabulary) -> None:
+    rows = make_rows(full_rows(200, 142, 4), 142, T5)
+    rng, plain = CounterRNG(1, rows.stream_index), SpanCorruptionAndMLM(mask_rate=0.2)
+    masked, batch = plain(rows, rng, vocab), replace(plain, detected_share=0.7)(rows, rng, vocab)
+    is_detected_B = (batch.generator_labels != IGNORE_INDEX).any(1)
+    assert is_detected_B.mean() == pytest.approx(0.7, abs=5 * (0.21 / 200) ** 0.5)
+    for labels, is_own_B in ((batch.generator_labels, is_detected_B), (batch.encoder_labels, ~is_detected_B)):
+        assert (labels == np.where(is_own_B[:, None], masked.encoder_labels, IGNORE_INDEX)).all()
+    assert (batch.generator_positions == masked.encoder_target_positions).all()
+    assert (batch.input_ids == masked.input_ids).all()
+    assert (batch.labels == masked.labels).all()
+    assert batch.loss_counts["detected_tokens"] == (batch.document_ids[is_detected_B] >= 0).sum()
+    assert plain.extras == ()
+    assert replace(plain, detected_share=0.7).extras == ("detector",)
+    with pytest.raises(UserError, match=r"detected_share is -1, and must lie between 0 and 1"):
+        SpanCorruptionAndMLM(detected_share=-1)
+
+
 def test_the_last_sentinel_is_free_where_it_stands_for_a_mask() -> None:
     vocab = replace(VOCAB, sentinel_ids=SENTINELS[:28])
     SpanCorruptionAndMLM().check(vocab, 569)  # 28 spans

@@ -39,6 +39,7 @@ from firth.models import (
     read_config,
     write_model,
 )
+from firth.models.config import without_detector
 from firth.models.hf.checkpoint import with_special_token_template
 from firth.models.hf.registry import FAMILY_LAYOUTS
 from firth.models.task_heads import MultiTaskHeadModule
@@ -104,7 +105,8 @@ def load_for_export(checkpoint: Path) -> Model:
     config = read_config(checkpoint)
     encoder = encoder_without_generator(config)
     if encoder is None:
-        return load_model(checkpoint, head=config.head if config.get_extra("detector") is not None else None)
+        smaller = without_detector(config)
+        return load_model(checkpoint) if smaller == config else load_model(checkpoint, config.head, smaller.extras)
     model = load_model(checkpoint, head=encoder.head)
     if model.tokenizer is not None:
         model.tokenizer = with_special_token_template(model.tokenizer, config)

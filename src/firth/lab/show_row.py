@@ -286,11 +286,15 @@ def build_encoder_decoder_sequences(
 
 
 def mark_encoder_targets(batch_row: Batch) -> dict[int, TokenMark]:
-    """Return the marks of the masked tokens that the encoder predicts itself."""
+    """Return the marks of the masked tokens that the encoder predicts itself, or that a generator fills."""
     if batch_row.encoder_labels is None:
         return {}
     targets = zip(batch_row.encoder_target_positions.tolist(), batch_row.encoder_labels.tolist(), strict=True)
-    return {i: TokenMark("masked", [label]) for i, label in targets if label != IGNORE_INDEX}
+    marks = {i: TokenMark("masked", [label]) for i, label in targets if label != IGNORE_INDEX}
+    if batch_row.generator_labels is None:
+        return marks
+    filled = zip(batch_row.generator_positions.tolist(), batch_row.generator_labels.tolist(), strict=True)
+    return marks | {i: TokenMark("masked", [label]) for i, label in filled if label != IGNORE_INDEX}
 
 
 def default_marks(token_ids: np.ndarray, vocab: Vocabulary, kind: str = "text") -> dict[int, TokenMark]:
@@ -415,7 +419,8 @@ def describe_row(batch_row: Batch, objective: Any, format_tokens: TokenFormatter
         start = format_tokens(int(batch_row.decoder_input_ids[0])).strip()
         notes.append(f"The decoder reads its labels shifted right, after {start}.")
         if batch_row.encoder_labels is not None:
-            notes.append("The encoder predicts its masked tokens itself.")
+            by_generator = generator_targets(batch_row)
+            notes.append(GENERATOR_NOTE if by_generator else "The encoder predicts its masked tokens itself.")
     elif batch_row.labels is not None and batch_row.labels.ndim == 2:
         notes.append("Every token is predicted twice: from all tokens before it, and from all tokens after it.")
     elif isinstance(objective, MaskedNextToken):

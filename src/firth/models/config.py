@@ -971,7 +971,10 @@ class ModelConfig:
         detector = self.get_extra("detector")
         decoder = self.get_extra("decoder")
         wrong = []
-        if self.architecture != "encoder" or not isinstance(self.head, LMHead):
+        has_encoder = self.architecture == "encoder" or (
+            self.architecture == "encoder-decoder" and names == ["DetectorConfig"] and self.recurrent is None
+        )
+        if not has_encoder or not isinstance(self.head, LMHead):
             wrong.append("model.extras are for the architecture encoder with a language model's head")
         elif generator is not None and not self.head.transform:
             wrong.append("a GeneratorConfig in model.extras needs model.head.transform=true")
@@ -1004,6 +1007,11 @@ class ModelConfig:
             what = type(beside or self.position).__name__
             wrong.append(f"a {exclusive} in model.extras cannot go with {what} yet: take TransformerXL or Disentangled")
         return wrong
+
+
+def without_detector(config: ModelConfig) -> ModelConfig:
+    """Return the config without a detector of replaced tokens, which pretraining alone needs."""
+    return replace(config, extras=tuple(e for e in config.extras if not isinstance(e, DetectorConfig)))
 
 
 def with_extras(config: ModelConfig, names: tuple[str, ...]) -> ModelConfig:

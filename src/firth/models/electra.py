@@ -112,6 +112,20 @@ class ReplacedTokenDetector(nn.Module):
         loss = F.cross_entropy(logits_BKV.flatten(0, 1), labels_N, ignore_index=LABEL_IGNORE_INDEX, reduction="sum")
         return *replace_tokens(logits_BKV, batch.input_ids, batch.generator_positions, batch.generator_labels), loss
 
+    def losses(
+        self, x_BTD: Tensor, replaced_BT: Tensor, generator_loss: Tensor, batch: Any
+    ) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+        """Return the losses of generator and discriminator, and figures to log, from the model's last states."""
+        score_BT, is_detected_BT = self.discriminator_head(x_BTD), batch.is_detected
+        rtd_loss = discriminator_loss(score_BT, replaced_BT, is_detected_BT)
+        metrics = {
+            "generator_loss/generator_targets": generator_loss,
+            "rtd_loss/detected_tokens": rtd_loss,
+            "rtd_accuracy/detected_tokens": (((score_BT > 0) == replaced_BT) & is_detected_BT).sum(),
+            "rtd_replaced/detected_tokens": (replaced_BT & is_detected_BT).sum(),
+        }
+        return {"generator_targets": generator_loss, "detected_tokens": self.weight * rtd_loss}, metrics
+
 
 def select_rows(batch: Any, row_R: Tensor) -> Any:
     """Return these rows of a batch."""

@@ -331,6 +331,11 @@ EXTRA_MODULES: dict[str, Callable[[ModelConfig], nn.Module]] = {
 }
 
 
+def make_extras(config: ModelConfig) -> nn.ModuleDict:
+    """Return the modules that an objective needs beside backbone and head, by name."""
+    return nn.ModuleDict({n: make(config) for n, make in EXTRA_MODULES.items() if config.get_extra(n) is not None})
+
+
 class Encoder(Model):
     """One bidirectional stack, with the modules that an objective needs beside it (`extras`)."""
 
@@ -341,9 +346,7 @@ class Encoder(Model):
         self.stack = make_stack(config, config.num_layers, self.is_causal)
         if config.has_bidirectional_decoder:
             self.stack.is_causal = False  # position biases stay those of a decoder, as a prefix LM's prompt has them
-        self.extras = nn.ModuleDict(
-            {n: make(config) for n, make in EXTRA_MODULES.items() if config.get_extra(n) is not None}
-        )
+        self.extras = make_extras(config)
         init_weights(self, config)
 
     @property
@@ -433,9 +436,7 @@ class Encoder(Model):
         if self.generator is not None:
             return self.electra_losses(self.generator, batch, with_metrics)
         if batch.generator_labels is not None:
-            detector = self.extras["detector"]
-            assert isinstance(detector, ReplacedTokenDetector)
-            return self.losses_with_detection(detector, batch, with_metrics)
+            return self.losses_with_detection(cast(ReplacedTokenDetector, self.extras["detector"]), batch, with_metrics)
         if "auxiliary" in self.extras and batch.labels is not None:
             return self.losses_with_auxiliary_lm(batch, with_metrics)
         if "features" in self.extras:
@@ -511,21 +512,10 @@ class Encoder(Model):
         """Return the LM loss of masked and causal rows, the generator's, and that of detection in the other rows."""
         corrupted_BT, replaced_BT, generator_loss = detector.replace_tokens(self.embed, batch)
         x_BTD = self.backbone(batch._replace(input_ids=corrupted_BT))
-        score_BT, is_detected_BT = detector.discriminator_head(x_BTD), batch.is_detected
-        rtd_loss = discriminator_loss(score_BT, replaced_BT, is_detected_BT)
-        lm_parts = self.lm_losses(x_BTD, batch, with_metrics)
-        parts = lm_parts | {"generator_targets": generator_loss, "detected_tokens": detector.weight * rtd_loss}
-        if not with_metrics:
-            return parts
-        right_BT = ((score_BT > 0) == replaced_BT) & is_detected_BT
-        metrics = {
-            "lm_loss/targets": parts["targets"],
-            "generator_loss/generator_targets": generator_loss,
-            "rtd_loss/detected_tokens": rtd_loss,
-            "rtd_accuracy/detected_tokens": right_BT.sum(),
-            "rtd_replaced/detected_tokens": (replaced_BT & is_detected_BT).sum(),
-        }
-        return parts | detach_metrics(metrics)
+        parts = self.lm_losses(x_BTD, batch, with_metrics)
+        own_parts, metrics = detector.losses(x_BTD, replaced_BT, generator_loss, batch)
+        metrics["lm_loss/targets"] = parts["targets"]
+        return parts | own_parts | (detach_metrics(metrics) if with_metrics else {})
 
     def forward(
         self,
@@ -619,6 +609,7 @@ class EncoderDecoder(Model):
             for decoder_block, encoder_block in zip(self.decoder.blocks, self.encoder.blocks, strict=True):
                 for part in ("attention", "attention_norm", "mlp", "mlp_norm"):
                     setattr(decoder_block, part, getattr(encoder_block, part))
+        self.extras = make_extras(config)
         init_weights(self, config)
 
     def head_document_ids(self, batch: BatchLike) -> Tensor | None:
@@ -656,6 +647,11 @@ class EncoderDecoder(Model):
         if batch.encoder_labels is None:
             return super().losses(batch, with_metrics)
         assert isinstance(self.head, LMHeadModule)
+        detector = None
+        if batch.generator_labels is not None:
+            detector = cast(ReplacedTokenDetector, self.extras["detector"])
+            read_BT, replaced_BT, generator_loss = detector.replace_tokens(self.embed, batch)
+            batch = batch._replace(input_ids=read_BT)
         encoded_BTD = self.encode(batch)
         parts = self.lm_losses(self.hidden_states(batch, encoded_BTD), batch, with_metrics)
         parts = {name.replace("accuracy/", "accuracy/decoder_"): part for name, part in parts.items()}
@@ -663,6 +659,9 @@ class EncoderDecoder(Model):
         mlm_loss = self.head.loss(target_NE, batch.encoder_labels.flatten(), self.embed.tokens.weight)
         metrics = {"lm_loss/decoder_targets": parts["targets"], "mlm_loss/encoder_targets": mlm_loss}
         parts["targets"] = parts["targets"] + mlm_loss
+        if detector is not None:
+            own_parts, own_metrics = detector.losses(encoded_BTD, replaced_BT, generator_loss, batch)
+            parts, metrics = parts | own_parts, metrics | own_metrics
         return parts | detach_metrics(metrics) if with_metrics else parts
 
     def forward(

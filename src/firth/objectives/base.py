@@ -143,6 +143,11 @@ def check_rate(field_name: str, value: float) -> None:
         raise UserError(f"{field_name} is {value}, and must lie between 0 and 1.")
 
 
+def check_share(field_name: str, value: float) -> None:
+    if not 0 <= value <= 1:
+        raise UserError(f"{field_name} is {value}, and must lie between 0 and 1.")
+
+
 def check_mean_span_fits(num_noise_tokens: float, mean_span: float, remedy: str) -> None:
     """Raise UserError where a row has fewer noise tokens than one span has on average."""
     if mean_span > num_noise_tokens:

@@ -37,6 +37,7 @@ from firth.objectives.base import (
     build_pair_template,
     build_text_template,
     causal_labels,
+    check_share,
     require_special_token,
 )
 from firth.objectives.batch import IGNORE_INDEX, Batch
@@ -65,8 +66,7 @@ class MaskedNextToken(ObjectiveBase):
     label_shift: ClassVar[int] = 1  # positions from a label to its masked token
 
     def __post_init__(self) -> None:
-        if not 0 <= self.masked_share <= 1:
-            raise UserError(f"objective.masked_share is {self.masked_share}, and must lie between 0 and 1.")
+        check_share("objective.masked_share", self.masked_share)
         if self.mlm.extras or self.mlm.pair != "none" or self.mlm.visibility != "all":
             raise UserError(
                 "objective.mlm of masked next-token prediction has targets 'tokens', pair 'none' and visibility 'all'."
@@ -154,8 +154,7 @@ class RTDMLMAndCLM(MLMAndCLM):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if not 0 <= self.detected_share <= 1:
-            raise UserError(f"objective.detected_share is {self.detected_share}, and must lie between 0 and 1.")
+        check_share("objective.detected_share", self.detected_share)
 
     @property
     def without_detection(self) -> MLMAndCLM:

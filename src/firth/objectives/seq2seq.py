@@ -46,6 +46,7 @@ from firth.objectives.base import (
     check_enough_sentinels,
     check_mean_span_fits,
     check_rate,
+    check_share,
     require_special_token,
 )
 from firth.objectives.batch import IGNORE_INDEX, Batch
@@ -183,23 +184,32 @@ class SpanCorruptionAndMLM(SpanCorruption):
     at the cost of the LM head for the masked tokens.
 
     - mask_rate: share of the tokens outside the spans that are masked
+    - detected_share: share of the rows whose masks a small generator fills. There the encoder does not predict them; it
+      classifies each token as original or replaced (ELECTRA, `models/electra.py`)
 
     The published tokenizers of T5 have no mask token; the last sentinel stands for it there, as rows never have so many
     spans. The loss is the mean over the labels of both sides.
     """
 
     mask_rate: float = 0.15
+    detected_share: float = 0.0
 
     def __post_init__(self) -> None:
         super().__post_init__()
         check_rate("objective.mask_rate", self.mask_rate)
+        check_share("objective.detected_share", self.detected_share)
+
+    @property
+    def extras(self) -> tuple[str, ...]:  # type: ignore[override]
+        return ("detector",) if self.detected_share else ()
 
     def check(self, vocab: Vocabulary, source_length: int) -> None:
         sentinel_ids = vocab.sentinel_ids if vocab.mask is not None else vocab.sentinel_ids[:-1]
         super().check(replace(vocab, sentinel_ids=sentinel_ids), source_length)
 
     def expected_rates(self, rows: Rows | None = None) -> dict[str, float]:
-        return super().expected_rates(rows) | {"encoder_targets": (1 - self.rate) * self.mask_rate}
+        encoder_targets = (1 - self.rate) * self.mask_rate * (1 - self.detected_share)
+        return super().expected_rates(rows) | {"encoder_targets": encoder_targets}
 
     @property
     def span_corruption(self) -> SpanCorruption:
@@ -213,7 +223,15 @@ class SpanCorruptionAndMLM(SpanCorruption):
         mask_BL = noise_mask.mask_lowest_keys(rng.uniform("masked", L), rows.maskable & ~noise_BL, self.mask_rate)
         K = noise_mask.num_target_slots(self.mask_rate, L)
         mask_id = vocab.sentinel_ids[-1] if vocab.mask is None else vocab.mask
-        return corruption.mask_encoder_tokens(batch, rows, noise_BL, mask_BL, K, mask_id)
+        batch = corruption.mask_encoder_tokens(batch, rows, noise_BL, mask_BL, K, mask_id)
+        if not self.detected_share:
+            return batch
+        is_detected_B1 = rng.uniform("detected rows", 1) < self.detected_share
+        return batch._replace(
+            encoder_labels=np.where(is_detected_B1, IGNORE_INDEX, batch.encoder_labels),
+            generator_positions=batch.encoder_target_positions,
+            generator_labels=np.where(is_detected_B1, batch.encoder_labels, IGNORE_INDEX),
+        )
 
 
 @dataclass(frozen=True)

@@ -30,7 +30,7 @@ from firth.models import (
     read_config,
     write_model,
 )
-from firth.models.config import without_dropout
+from firth.models.config import without_detector, without_dropout
 from firth.models.hf.adapter import write_adapter
 from firth.models.kernels.dropout import Dropout
 from firth.models.lora import add_lora, train_new_tokens
@@ -57,7 +57,7 @@ def build_seed_model(job: FinetuneJob, seed: int) -> Model:
     """
     recipe, task = job.recipe, job.task
     torch.manual_seed(recipe.seed + seed)
-    config = read_config(recipe.checkpoint)
+    config = without_detector(read_config(recipe.checkpoint))
     model_config = recipe.apply_head_options(task.configure_model(config))
     if recipe.class_weights == "balanced":
         model_config = balance_class_weights(model_config, [e.target for e in train_examples(job, seed)])
