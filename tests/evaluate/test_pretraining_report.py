@@ -162,6 +162,13 @@ def test_sentences_agree_with_their_numbers() -> None:
     ]
 
 
+def test_each_part_of_masked_and_causal_rows_is_described() -> None:
+    found = {"lm_loss": 3.1, "generator_loss": 2.8, "rtd_loss": 0.2, "eval_masked_loss": 2.1, "eval_causal_loss": 3.5}
+    described = {part: what for part, *_, what in loss_part_rows(found)}
+    assert all(described.values())
+    assert described["lm loss"] == "the tokens of both kinds of rows"
+
+
 def test_commands_quote_a_path_with_spaces() -> None:
     commands = next_commands(pretraining_recipe(get_preset("gpt2-tiny")), Path("my run/final"))
     assert next(iter(commands.values())) == "firth generate 'my run/final' \"The\" --temperature 0.8"

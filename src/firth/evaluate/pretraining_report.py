@@ -65,7 +65,10 @@ PART_DESCRIPTIONS = {
     "nsp": "whether the second text follows the first; chance is 50%",
     "sop": "whether two sentences are in their order; chance is 50%",
     "boundary": "hidden tokens, from the two ends of their span",
+    "generator": "hidden tokens, by the generator that fills them in",
     "rtd": "which tokens a generator replaced",
+    "masked": "hidden tokens, in the rows with masks",
+    "causal": "the next token, in the other rows",
     "soft": "the teacher's probabilities",
     "cosine": "the directions of the teacher's hidden states",
     "feature_map": "the teacher's hidden states, layer by layer",
@@ -385,8 +388,11 @@ def loss_part_rows(results: Mapping[str, Any]) -> list[tuple[str, str, str, str]
         value = results.get(name)
         return format_cell(value) if value is None or name.endswith("_loss") else f"{100 * value:.1f}%"
 
+    descriptions = dict(PART_DESCRIPTIONS)
+    if "masked_loss" in parts:
+        descriptions["lm"] = "the tokens of both kinds of rows"
     return [
-        (part.replace("_", " "), cell(part), cell(f"eval_{part}"), PART_DESCRIPTIONS.get(part.rpartition("_")[0], ""))
+        (part.replace("_", " "), cell(part), cell(f"eval_{part}"), descriptions.get(part.rpartition("_")[0], ""))
         for part in parts
     ]
 
