@@ -11,7 +11,8 @@ from torch.testing import assert_close
 from firth.models import Encoder, EncoderDecoder, make_model
 from firth.models.config import DetectorConfig, ModelConfig, without_detector
 from firth.models.electra import ReplacedTokenDetector, select_rows
-from firth.models.presets import bert, modernbert, t5gemma
+from firth.models.presets import bert, modernbert, t5gemma, xlnet
+from firth.models.regional_compile import compile_regions
 from firth.objectives.batch import Batch
 
 V, MASK, PAD, x = 30, 4, 0, -100
@@ -79,6 +80,23 @@ def test_the_rows_that_a_cpu_leaves_out_change_nothing(monkeypatch: pytest.Monke
         assert_close(own, other)
     assert some[0].tolist() == [[2, 10, 11, 20, 3], *BATCH.input_ids[1:].tolist()]
     assert some[1].nonzero().tolist() == [[0, 3]]
+
+
+def test_a_compiled_step_and_a_memory_compute_all_rows() -> None:
+    """Compiled code is compiled again for other shapes, and a memory continues the rows of the last step."""
+    model, num_rows = lively(), list[int]()
+    detector_of(model).narrow.register_forward_hook(lambda _, args, out: num_rows.append(len(args[0])))
+    model.losses(BATCH)
+    with compile_regions():
+        detector_of(model).replace_tokens(model.embed, BATCH)
+    assert num_rows == [1, 3]
+
+    recurrent = make_model(xlnet(1, 16, 2, V, extras=(DetectorConfig(),)))
+    recurrent.enable_memory(4)
+    for detected_rows in ([0], [0, 1, 2]):
+        labels = torch.full_like(BATCH.generator_labels, x)
+        labels[detected_rows, 0] = 10
+        recurrent.losses(BATCH._replace(position_ids=None, generator_labels=labels))
 
 
 def test_a_step_without_detected_rows_has_the_losses_of_the_others() -> None:

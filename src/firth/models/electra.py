@@ -35,6 +35,7 @@ from firth.models.config import (
 )
 from firth.models.embeddings import InputEmbedding
 from firth.models.heads import LABEL_IGNORE_INDEX, DiscriminatorHeadModule, LMHeadModule, gather_positions
+from firth.models.regional_compile import is_compiled
 
 
 class ElectraGenerator(nn.Module):
@@ -85,20 +86,15 @@ class ReplacedTokenDetector(nn.Module):
     def replace_tokens(self, embed: InputEmbedding, batch: Any) -> tuple[Tensor, Tensor, Tensor]:
         """Return the text that the model reads, where its tokens are new (B, T), and the generator's loss, summed.
 
-        A CPU computes the rows with labels alone. A compiled step needs the same shapes each time, so a GPU computes
-        all.
+        A CPU computes the rows with labels alone. A compiled step, and so a GPU, needs the same shapes each time, and a
+        memory continues every row: they compute all.
         """
-        if not batch.input_ids.is_cuda:
-            row_R = (batch.generator_labels != LABEL_IGNORE_INDEX).any(1).nonzero()[:, 0]
-            if len(row_R) < len(batch.input_ids):
-                read_RT, replaced_RT, loss = self.fill_masks(embed, select_rows(batch, row_R))
-                all_same = torch.zeros_like(batch.input_ids, dtype=torch.bool)
-                return (
-                    batch.input_ids.index_copy(0, row_R, read_RT),
-                    all_same.index_copy(0, row_R, replaced_RT),
-                    loss,
-                )
-        return self.fill_masks(embed, batch)
+        if batch.input_ids.is_cuda or is_compiled() or self.stack.memory is not None:
+            return self.fill_masks(embed, batch)
+        row_R = (batch.generator_labels != LABEL_IGNORE_INDEX).any(1).nonzero()[:, 0]
+        read_RT, replaced_RT, loss = self.fill_masks(embed, select_rows(batch, row_R))
+        read_BT = batch.input_ids.index_copy(0, row_R, read_RT)
+        return read_BT, torch.zeros_like(read_BT, dtype=torch.bool).index_copy(0, row_R, replaced_RT), loss
 
     def fill_masks(self, embed: InputEmbedding, batch: Any) -> tuple[Tensor, Tensor, Tensor]:
         """As `replace_tokens`, in all rows."""

@@ -31,6 +31,11 @@ def compile_regions() -> Iterator[None]:
         _regions_enabled = before
 
 
+def is_compiled() -> bool:
+    """Whether this code is compiled, or calls regions that are."""
+    return _regions_enabled or torch.compiler.is_compiling()
+
+
 def reset_compiled_regions() -> None:
     """Forget compiled code: it is not keyed by the settings that say which activations are saved."""
     _compiled_regions.clear()
