@@ -684,13 +684,17 @@ def test_a_resumed_run_keeps_what_its_passes_gave_it(tmp_path: Path) -> None:
     assert (new.model, new.objective) == (recipe.model, recipe.objective) != (base.model, base.objective)
 
 
-def test_a_run_of_a_gpu_keeps_its_objective_where_a_cpu_resumes_it(tmp_path: Path) -> None:
-    on_gpu = pretraining_recipe(get_preset("encoder-2x64"), **shape_recipe_fields("encoder-2x64", "cuda"))
-    recipe = with_repeated_text(on_gpu, 40, 14_000_000)
+@pytest.mark.parametrize(("device", "other"), [("cuda", "cpu"), ("cpu", "cuda")])
+def test_a_run_keeps_its_objective_where_another_device_resumes_it(tmp_path: Path, device: str, other: str) -> None:
+    """Also a run of a GPU that began before detection was the default there."""
+    started, elsewhere = (
+        pretraining_recipe(get_preset("encoder-2x64"), **shape_recipe_fields("encoder-2x64", name))
+        for name in (device, other)
+    )
+    recipe = with_repeated_text(started, 40, 14_000_000)
     save_recipe(replace(recipe, data="text", output_dir=str(tmp_path)), tmp_path / "recipe.yaml")
-    on_cpu = pretraining_recipe(get_preset("encoder-2x64"), **shape_recipe_fields("encoder-2x64", "cpu"))
-    new = update_recipe(on_cpu, read_saved_fields(tmp_path))
-    assert (new.model, new.objective) == (recipe.model, recipe.objective) != (on_cpu.model, on_cpu.objective)
+    new = update_recipe(elsewhere, read_saved_fields(tmp_path))
+    assert (new.model, new.objective) == (recipe.model, recipe.objective) != (elsewhere.model, elsewhere.objective)
 
 
 def test_passes_choose_what_the_user_leaves_open(

@@ -18,7 +18,7 @@ from firth.core.memory import return_freed_memory
 from firth.core.serialization import TYPE_KEY
 from firth.models import ModelConfig, with_vocabulary
 from firth.models.hf.config_io import read_stored_objective
-from firth.objectives import MaskedNextToken, RTDMLMAndCLM
+from firth.objectives import MaskedNextToken, MLMAndCLM, RTDMLMAndCLM
 from firth.objectives.registry import name_objective
 from firth.recipes import (
     choose_batch,
@@ -357,7 +357,8 @@ def read_saved_fields(run: Path, is_planned: bool = False) -> dict[str, Any]:
         for name in fields
         if isinstance(saved.get(part), Mapping) and name in saved[part]
     }
-    if dict(saved.get("objective") or {}).get(TYPE_KEY) == RTDMLMAndCLM.__name__:  # of a GPU, where a CPU resumes too
+    kind = dict(saved.get("objective") or {}).get(TYPE_KEY)
+    if kind in (MLMAndCLM.__name__, RTDMLMAndCLM.__name__):  # the defaults of a CPU and of a GPU: either may resume it
         chosen = {"objective": saved["objective"], **chosen}
     return {**{name: saved[name] for name in names if name in saved}, **chosen}
 
