@@ -35,7 +35,7 @@ from firth.lab.doctor import (
     try_diagnosis,
 )
 from firth.lab.text_rules import RepeatedLines, TextFacts, check_domain_shift, divergence, random_divergences
-from firth.objectives import IGNORE_INDEX, MLM, Batch
+from firth.objectives import IGNORE_INDEX, MLM, OBJECTIVES, Batch
 from firth.tasks import FinetuneRecipe
 from firth.train import Recipe, pretrain, read_log
 from firth.train.findings import Evidence, Finding, Rule, examine, sort_findings
@@ -256,6 +256,28 @@ def test_labels_on_padding(recipe: Recipe) -> None:
     unused = np.array([[0, 0], [1, -1]])  # group -1: a slot without a text
     pairs = Batch(ids, document_ids=documents, target_positions=positions, task_labels=labels, group_ids=unused)
     assert (count_labels(pairs)["num_labels"], count_labels(pairs)["num_padding_labels"]) == (3, 0)
+
+
+def test_rows_with_replaced_tokens_are_not_empty(recipe: Recipe) -> None:
+    """Their tokens are classified; a row without any mask teaches nothing."""
+    ids, none = np.full((4, 8), 9), np.full((4, 2), IGNORE_INDEX)
+    generator_labels, labels = none.copy(), np.full((4, 8), IGNORE_INDEX)
+    generator_labels[:2, 0], labels[3] = 9, 9
+    batch = Batch(ids, labels=labels, generator_positions=np.zeros((4, 2)), generator_labels=generator_labels)
+    assert count_labels(batch)["num_empty_rows"] == 1
+    assert examine(BATCH_RULES, BatchFacts(recipe, **count_labels(batch))) == []
+
+
+@pytest.mark.parametrize(
+    ("objective", "option"), [("rtd", "objective.rate=0.25"), ("rtd-mlm-and-clm", "objective.mlm.rate=0.25")]
+)
+def test_a_strong_generator_leaves_little_to_detect(recipe: Recipe, objective: str, option: str) -> None:
+    training = replace(recipe, objective=OBJECTIVES[objective], max_steps=2500)
+    lines = [{"step": i, "loss": 3.0, "rtd_replaced": 0.05, "tokens": 10**4 * i} for i in range(1, 2501, 10)]
+    findings = {finding.rule: finding for finding in examine(LOG_RULES, LogFacts(training, lines))}
+    assert option in findings["strong-generator"].command
+    fine = [line | {"rtd_replaced": 0.1} for line in lines]
+    assert "strong-generator" not in rules_of(examine(LOG_RULES, LogFacts(training, fine)))
 
 
 def test_a_broken_objective_is_found_in_a_run(shop: Any, monkeypatch: pytest.MonkeyPatch) -> None:

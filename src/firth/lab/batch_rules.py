@@ -15,7 +15,7 @@ import numpy as np
 
 from firth.objectives import IGNORE_INDEX, Batch
 from firth.train.findings import Evidence, Rule
-from firth.train.log_rules import repeat_command
+from firth.train.log_rules import rate_option, repeat_command
 from firth.train.recipe import TrainingConfig
 
 MIN_LABEL_SHARE = 0.02  # labels per token, below which there is almost nothing to learn
@@ -62,11 +62,14 @@ def count_labels(batch: Batch) -> dict[str, Any]:
     if batch.group_ids is not None and batch.group_ids.shape == is_label.shape:  # choices, rewards, pairs of texts
         is_label &= batch.group_ids >= 0
     flat = is_label.reshape(len(labels), -1)
+    is_empty = ~flat.any(1)
+    if batch.generator_labels is not None:  # rows whose every token is classified as original or replaced
+        is_empty &= (batch.generator_labels == IGNORE_INDEX).all(1)
     return {
         "num_tokens": batch.num_tokens,
         "num_labels": int(is_label.sum()),
         "num_rows": len(flat),
-        "num_empty_rows": int((~flat.any(1)).sum()),
+        "num_empty_rows": int(is_empty.sum()),
         "num_padding_labels": count_padding_labels(batch, is_label),
     }
 
@@ -92,7 +95,7 @@ def check_few_labels(facts: BatchFacts) -> Evidence | None:
     return Evidence(
         {"labels per token": facts.label_share, "rows without a label": empty, "rows": facts.num_rows},
         "A step learns from almost nothing.",
-        facts.command("objective.rate=0.15"),
+        facts.command(rate_option(facts.training, 0.15)),
     )
 
 
@@ -102,7 +105,7 @@ def check_all_labels(facts: BatchFacts) -> Evidence | None:
     return Evidence(
         {"hidden tokens": facts.masked_share},
         "Almost all tokens are hidden, so there is no context to predict them from: the loss ends at word frequencies.",
-        facts.command("objective.rate=0.15"),
+        facts.command(rate_option(facts.training, 0.15)),
     )
 
 

@@ -29,7 +29,7 @@ import numpy as np
 from firth.core.console import format_count
 from firth.models.config import AWDLSTMConfig
 from firth.models.presets import PRESETS
-from firth.objectives import MaskedNextToken, held_out_objective
+from firth.objectives import MLM, MaskedNextToken, held_out_objective
 from firth.train.findings import Evidence, Rule
 from firth.train.log import token_loss_name
 from firth.train.recipe import Recipe, TrainingConfig
@@ -205,6 +205,12 @@ class LogFacts:
     def command(self, *options: str) -> str:
         """Return the command that repeats the run with other options, in a new folder."""
         return repeat_command(self.training, self.run, *options)
+
+
+def rate_option(training: TrainingConfig, rate: float) -> str:
+    """Return the option that sets the mask rate of the objective, which may be that of an MLM inside of it."""
+    has_mlm = isinstance(training, Recipe) and hasattr(training.objective, "mlm")
+    return f"objective{'.mlm' if has_mlm else ''}.rate={rate:g}"
 
 
 def repeat_command(training: TrainingConfig, run: str, *options: str, command: str = "") -> str:
@@ -588,17 +594,18 @@ def check_dead_detection(facts: LogFacts) -> Evidence | None:
 
 
 def check_strong_generator(facts: LogFacts) -> Evidence | None:
-    replaced, rate = facts.series("rtd_replaced"), getattr(getattr(facts.training, "objective", None), "rate", None)
-    if not len(replaced) or not rate or facts.last_step < MIN_JUDGED_STEPS:
+    replaced, objective = facts.series("rtd_replaced"), getattr(facts.training, "objective", None)
+    mlm = getattr(objective, "mlm", objective)
+    if not len(replaced) or not isinstance(mlm, MLM) or facts.last_step < MIN_JUDGED_STEPS:
         return None
-    share = float(replaced.tail(1 / 4).mean())
+    share, rate = float(replaced.tail(1 / 4).mean()), mlm.mask_rate_at(7 / 8) or mlm.rate
     if share > STRONG_GENERATOR_SHARE * rate:
         return None
     return Evidence(
         {"replaced tokens": share, "masked tokens": rate, "right guesses of the generator": 1 - share / rate},
         "The generator restores most masked tokens, so few are left to detect. A quarter to a half of the "
         "discriminator's width is best (Clark et al. 2020, figure 3).",
-        facts.command("objective.rate=0.25"),
+        facts.command(rate_option(facts.training, 0.25)),
     )
 
 
