@@ -10,7 +10,7 @@ import pytest
 from firth.core.errors import UserError
 from firth.models import get_preset
 from firth.models.config import ALiBi, LearnedPosition, Rotary, SinusoidalPosition
-from firth.objectives import MLM
+from firth.objectives import MLM, OBJECTIVES
 from firth.objectives.noise_mask import SpanMasking
 from firth.recipes import pretraining_recipe
 from firth.tasks import FinetuneRecipe
@@ -133,6 +133,13 @@ def test_invalid_numbers_raise(fields: dict[str, float]) -> None:
 def test_an_objective_of_another_architecture_raises() -> None:
     with pytest.raises(UserError, match="CLM needs the architecture decoder; bert has the architecture encoder"):
         apply_overrides(recipe(), {"objective": "CLM"}).check()
+
+
+@pytest.mark.parametrize("name", ["rtd", "nsp", "rtd-mlm-and-clm"])
+def test_an_encoder_objective_with_modules_of_its_own_names_the_architecture(name: str) -> None:
+    decoder = pretraining_recipe(get_preset("gpt2-tiny"), objective=OBJECTIVES[name], data="d", output_dir="o")
+    with pytest.raises(UserError, match="needs the architecture encoder; gpt2 has the architecture decoder"):
+        decoder.check()
 
 
 def test_a_recipe_round_trips_through_yaml(tmp_path: Path) -> None:

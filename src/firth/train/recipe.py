@@ -621,8 +621,6 @@ class Recipe(TrainingConfig):
             raise UserError(f"layer_decay is {self.layer_decay}, and must be more than 0 and at most 1.")
         if self.eval_rows < 1:
             raise UserError(f"eval_rows is {self.eval_rows}, and must be at least 1.")
-        if wrong := model.problems():
-            raise UserError("; ".join(wrong) + ".")
         if model.architecture not in objective.architectures:
             name, supported = type(objective).__name__, " or ".join(objective.architectures)
             others = ", ".join(n for n, o in OBJECTIVES.items() if model.architecture in o.architectures)
@@ -630,6 +628,8 @@ class Recipe(TrainingConfig):
                 f"{name} needs the architecture {supported}; {model.family} has the architecture {model.architecture}. "
                 f"Use such a model, or one of these objectives: {others}."
             )
+        if wrong := model.problems():
+            raise UserError("; ".join(wrong) + ".")
         self.check_recurrent()
         if not isinstance(model.head, LMHead):
             raise UserError("This checkpoint has a task head: pretraining needs a language model head.")
