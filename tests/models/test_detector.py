@@ -179,3 +179,9 @@ def test_fine_tuning_leaves_the_detector_out() -> None:
 def test_wrong_settings_are_named(changes: dict[str, float], message: str) -> None:
     (wrong,) = bert(1, 16, 2, V, extras=(DetectorConfig(**changes),)).problems()
     assert message in wrong
+
+
+def test_a_model_without_room_for_a_detector_names_the_objective_that_needs_none() -> None:
+    """On a GPU an encoder has a detector by default."""
+    (wrong,) = modernbert(1, 16, 2, 32, V, embed_trigrams=True, extras=(DetectorConfig(),)).problems()
+    assert wrong.endswith("model.embed_trigrams: --objective mlm-and-clm needs none")

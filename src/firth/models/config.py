@@ -873,7 +873,8 @@ class ModelConfig:
         own = [e for e in self.extras if isinstance(e, GeneratorConfig | DetectorConfig | QueryStream | MaskDecoder)]
         if own and (spec is not None or self.embed_trigrams):
             name = type(own[0]).__name__
-            wrong.append(f"a {name} in model.extras cannot go with model.bottleneck or model.embed_trigrams")
+            instead = ": --objective mlm-and-clm needs none" if name == "DetectorConfig" else ""
+            wrong.append(f"a {name} in model.extras cannot go with model.bottleneck or model.embed_trigrams{instead}")
         head = self.head
         if (
             isinstance(head, LMHead)
