@@ -249,7 +249,7 @@ def plan_pretraining(
     model_config, checkpoint = resolve_model(model)
     named = {"output_dir": str(output_dir), "checkpoint": str(checkpoint or ""), "data": "", "tokenizer": ""}
     changes = merge_recipe_changes(config, {**options, "objective": objective_fields(objective)}, overrides, named)
-    shape_fields = shape_recipe_fields(str(model), planned_device(changes)) if checkpoint is None else {}
+    shape_fields = {} if checkpoint is not None else planned_shape_fields(str(model), changes)
     defaults = choose_defaults(model_config, checkpoint, architecture, changes)
 
     def make_recipe(config: ModelConfig) -> Recipe:
@@ -296,11 +296,15 @@ def plan_pretraining(
     )
 
 
-def planned_device(changes: Mapping[str, Any]) -> str:
-    """The type of the device that these options choose: "cuda" or "cpu"."""
+def planned_shape_fields(model: str, changes: Mapping[str, Any]) -> dict[str, Any]:
+    """The fields of the default recipe of `encoder-8x512` and the like, on the device that these options choose."""
+    on_cpu, on_gpu = (shape_recipe_fields(model, device_type) for device_type in ("cpu", "cuda"))
+    if on_cpu == on_gpu:  # other models need no torch here, which takes seconds to load
+        return on_cpu
     from firth.train.distributed import SINGLE_PROCESS, select_device
 
-    return select_device(SINGLE_PROCESS, TrainingConfig(device=changes.get("device", "auto"))).type
+    device = select_device(SINGLE_PROCESS, TrainingConfig(device=changes.get("device", "auto")))
+    return on_gpu if device.type == "cuda" else on_cpu
 
 
 def choose_defaults(
