@@ -959,14 +959,8 @@ class ModelConfig:
             )
             needs = "a decoder with ClassificationHead, RegressionHead or MultipleChoiceHead"
             return [] if fits else [f"AuxiliaryLM in model.extras is for {needs}"]
-        exclusive = next(
-            (
-                name
-                for name in names
-                if name in ("GeneratorConfig", "DetectorConfig", "QueryStream", "MaskDecoder", "AuxiliaryLM")
-            ),
-            None,
-        )
+        alone = ("GeneratorConfig", "DetectorConfig", "QueryStream", "MaskDecoder", "AuxiliaryLM")
+        exclusive = next((name for name in names if name in alone), None)
         boundary = self.get_extra("boundary")
         generator = self.get_extra("generator")
         detector = self.get_extra("detector")

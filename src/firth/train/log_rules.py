@@ -189,7 +189,7 @@ class LogFacts:
 
     @property
     def is_judged(self) -> bool:
-        """Whether the run is long enough to be compared with the unigram entropy."""
+        """Whether the run is long enough to be compared with the unigram entropy, or its detection with a constant."""
         return self.is_finished or (self.progress >= MIN_LIVE_SHARE and self.last_step >= MIN_JUDGED_STEPS)
 
     @property
